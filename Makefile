@@ -1,0 +1,70 @@
+# The only front door: CI calls the same targets.
+
+PYTHON ?= python3
+WORKERS ?= 2
+TESTS ?=
+PYTEST_FLAGS ?=
+LOCK_FLAGS ?=
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/.installed ## make .venv from the hash-pinned lock (PYTHON=... to choose the interpreter)
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: '$(PYTHON)' is missing or older than Python 3.11; try: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+.venv/.locked: .venv/.created requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
+	@touch $@
+
+.venv/.installed: .venv/.locked pyproject.toml
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+servers: ## install the servers that the tests run against (root and apt-get; elsewhere: say what is missing)
+	@scripts/servers
+
+test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) $(TESTS)
+
+lint: setup ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint test ## all that CI asks for
+
+lock: setup ## write requirements/dev.txt anew (LOCK_FLAGS=--upgrade to take newer versions)
+	$(BIN)/uv pip compile pyproject.toml requirements/dev.in --all-extras --universal --generate-hashes \
+	  --no-emit-index-url --python-version 3.11 --custom-compile-command "make lock" --quiet \
+	  --output-file requirements/dev.txt $(LOCK_FLAGS)
+
+wheel: setup ## build the sdist and the wheel into dist/
+	$(BIN)/python -m build --no-isolation
+
+demo: setup ## run the demo on an embedded PostgreSQL
+	$(BIN)/pillarbox demo
+
+bench: setup servers ## measure
+	$(BIN)/python bench/run.py
+
+prove-fuzz: setup ## the long random proof
+	$(BIN)/python -m tests.prove.fuzz --runs 5000
+
+clean: ## remove everything that is made, .venv too
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+"""``make bench``: measures, prints a table, writes ``bench/results.json``.
+
+Figures are ratios against a floor in the same run, because machines differ and are noisy. The server is an embedded
+PostgreSQL of its own with default durability, unless PILLARBOX_BENCH_URL names another one (an empty database).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvloop
+import write
+
+from pillarbox.embedded import EmbeddedPostgres
+
+RESULTS = Path(__file__).parent / "results.json"
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        url = os.environ.get("PILLARBOX_BENCH_URL")
+        if url is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-bench-"))
+            Path(folder).chmod(0o711)  # the server may run as another user, who has to get through
+            url = stack.enter_context(EmbeddedPostgres(Path(folder) / "server")).url
+        results = uvloop.run(write.measure(url))
+    results["write_ratio"] = results["write_ratio_16"]
+    results["write_to_hand_ratio"] = results["write_to_hand_ratio_16"]
+    print(write.report(results))
+    RESULTS.write_text(json.dumps({name: round(value, 3) for name, value in results.items()}, indent=2) + "\n")
+    print(f"\nwritten to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

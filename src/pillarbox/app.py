@@ -1,0 +1,264 @@
+"""Pillarbox: the one object that holds everything together. Services, the command line and tests all start from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from sqlalchemy import Connection, Engine, update
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from . import session as sessions
+from .codec import Codec
+from .codecs import Codecs
+from .commit import guard_commits
+from .context import check_header
+from .embedded import EmbeddedPostgres
+from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError
+from .event import EventType, Raised, registry
+from .outbox import BUS, SHARDS, Delivery, Row
+from .route import Origin, Route, Router, check_routes
+from .stores import sqlite
+from .stores.queue import QueueStore
+from .stores.tables import meta
+from .tenancy import Tenancy, check_role
+from .transport import Capabilities, Message, Transport
+from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
+
+Handler = Callable[[Any], Any]
+_Handler = TypeVar("_Handler", bound=Handler)
+_Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
+
+
+class Pillarbox:
+    """An outbox on one database.
+
+    ``engine`` is an `AsyncEngine`, a database URL, or None for an embedded PostgreSQL that needs no installation.
+    ``transports`` are the destinations by name, ``routes`` say which events go to which of them. An engine that you
+    give stays yours: the box does not dispose of it.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine | str | None = None,
+        *,
+        transports: Mapping[str, Transport] | None = None,
+        routes: Sequence[Route] = (),
+        codecs: Sequence[Codec] = (),
+        tenancy: Literal["off", "required"] = "off",
+        row_security: bool = False,
+        shards: int | None = None,
+        slow_after: float | None = 10.0,
+    ) -> None:
+        self._given = engine
+        self._engine: AsyncEngine | None = None
+        self._embedded: EmbeddedPostgres | None = None
+        self.transports = dict(transports or {})
+        check_routes(routes, self.transports)
+        if shards is not None and not 1 <= shards <= 4096:
+            raise ConfigurationError(f"shards must be between 1 and 4096, got {shards}")
+        self._codecs = Codecs(tuple(codecs))
+        self._shards = shards
+        self._slow_after = slow_after
+        self._row_security = row_security
+        self.tenancy = Tenancy(tenancy, row_security=row_security)
+        capabilities = {name: transport.capabilities for name, transport in self.transports.items()}
+        self.router = Router(routes, self._codecs.named, {**capabilities, BUS: Capabilities()}, shards or SHARDS)
+        self.handlers: dict[str, Handler] = {}
+        self._outbox = _BoxOutbox(self)
+        self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
+        if isinstance(engine, AsyncEngine):
+            self._use(engine)
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Connect. Starts the embedded PostgreSQL if no engine was given."""
+        if self._engine is None:
+            if self._given is None:
+                self._embedded = EmbeddedPostgres()
+                await asyncio.to_thread(self._embedded.start)
+                self._use(create_async_engine(self._embedded.url))
+            else:
+                self._use(create_async_engine(str(self._given)))
+        if self._row_security:
+            async with self.engine.connect() as connection:
+                await connection.run_sync(check_role)
+
+    async def stop(self) -> None:
+        """Let go of everything that the box itself has opened."""
+        if self._engine is not None and self._engine is not self._given:
+            await self._engine.dispose()
+            self._engine = self._unit_sessions = None
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.stop)
+            self._embedded = None
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine that the box works with."""
+        if self._engine is None:
+            raise SessionError("the box is not started: use `async with box:`, or await box.start()")
+        return self._engine
+
+    @property
+    def store(self) -> QueueStore:
+        """Where deliveries live."""
+        self.engine  # noqa: B018  says what is missing
+        return self._store
+
+    async def migrate(self) -> int:
+        """Bring the database to the schema of this release, and register the routes; how many steps that took."""
+        from .stores.migrations import migrate
+
+        def bring_up(connection: Connection) -> int:
+            steps = migrate(connection)
+            if steps and self._shards is not None:
+                connection.execute(update(meta).values(shards=self._shards))
+            return steps
+
+        async with self.engine.begin() as connection:
+            steps = await connection.run_sync(bring_up)
+        await self.register()
+        return steps
+
+    async def register(self) -> None:
+        """Make the routes and handlers of this box known to the relays. Done by itself before the first row is written."""
+        async with self.engine.begin() as connection:
+            prepared = await connection.run_sync(self._outbox.prepare)
+        self._outbox.committed([], prepared)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def unit_of_work(
+        self, *, tenant: str | None = None, timeout: float | None = None, new_transaction: bool = False
+    ) -> UnitOfWork:
+        """A business transaction. Inside another one of the same task it is a savepoint, unless ``new_transaction`` is
+        said.
+        """
+        if self._unit_sessions is None:
+            self._unit_sessions = self.bind(async_sessionmaker(self.engine, expire_on_commit=False))
+        return UnitOfWork(
+            self._unit_sessions,
+            self.tenancy.assign,
+            tenant=tenant,
+            timeout=timeout,
+            slow_after=self._slow_after,
+            new_transaction=new_transaction,
+        )
+
+    def bind(self, maker: _Maker) -> _Maker:
+        """Let every session of this sessionmaker (or async_sessionmaker) write to the outbox. It is changed in place,
+        and returned.
+        """
+        sessions.bind(maker, self._outbox)
+        bound = maker.kw.get("bind")
+        engine = bound.sync_engine if isinstance(bound, AsyncEngine) else bound
+        if isinstance(engine, Engine):
+            _put_right(engine)
+        return maker
+
+    def publish(
+        self,
+        session: Session | AsyncSession,
+        event: object,
+        *,
+        key: object,
+        tenant: str | None = None,
+        ordered: bool = False,
+    ) -> None:
+        """Record an event in a bound session. See `EventPublisher.publish`."""
+        sessions.collector_of(session).publish(event, key, tenant, ordered=ordered)
+
+    def publisher(self, session: Session | AsyncSession) -> EventPublisher:
+        """The port for application code that should not see the session."""
+        return SessionPublisher(session)
+
+    async def committed(self, unknown: CommitOutcomeUnknown) -> bool:
+        """Ask the database what became of a transaction whose COMMIT was not answered. Waits for it if it is still at
+        work.
+        """
+        if not unknown.written:
+            raise SessionError("that transaction wrote nothing to the outbox: its outcome cannot be asked for")
+        async with self.engine.connect() as connection:
+            return await connection.run_sync(self.store.committed, unknown.written[0])
+
+    # -- handling ------------------------------------------------------------------------------------------------------
+
+    def subscribe(self, *kinds: type, name: str | None = None) -> Callable[[_Handler], _Handler]:
+        """Decorator: run this function for events of these types, durably: each handler gets a delivery of its own."""
+        if not kinds:
+            raise ConfigurationError("subscribe needs at least one event type")
+        types: list[EventType] = [registry.of_type(kind) for kind in kinds]
+
+        def keep(handler: _Handler) -> _Handler:
+            stable = check_header("name", name or f"{handler.__module__}.{handler.__qualname__}")
+            self.router.subscribe(stable, types)
+            self.handlers[stable] = handler
+            return handler
+
+        return keep
+
+    def decode(self, message: Message | Row) -> object:
+        """The event in a message."""
+        content = self._codecs.reading(message.headers.get("content_type", "application/json")).decode(
+            message.body, message.headers
+        )
+        return registry.build(content.name, content.version, content.payload, content.event_id, content.occurred_at)
+
+    def _use(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._store = QueueStore(engine)
+        _put_right(engine.sync_engine)
+
+
+class _BoxOutbox:
+    """What the sessions of a box see of it."""
+
+    def __init__(self, box: Pillarbox) -> None:
+        self._box = box
+        self._router = box.router
+        self.tenancy = box.tenancy
+        self._registered: object = None
+
+    def goes_anywhere(self, raised: Raised) -> bool:
+        return bool(self._router.plan(raised.type))
+
+    def prepare(self, connection: Connection) -> object:
+        # In the transaction of the rows, not beside it: a second connection could wait for ever on a small pool. It
+        # counts as done once that transaction has committed.
+        records = tuple(self._router.records)
+        if self._registered != records:
+            shards = self._box.store.register(connection, records)
+            if self._box._shards not in (None, shards):
+                raise ConfigurationError(
+                    f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
+                )
+            self._router.shards = shards
+        return records
+
+    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
+        return self._router.deliveries(raised, origin, tenant)
+
+    def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
+        self._box.store.append(connection, deliveries)
+
+    def committed(self, deliveries: list[Delivery], prepared: object) -> None:  # noqa: ARG002  the doorbell will want them
+        self._registered = prepared
+
+
+def _put_right(engine: Engine) -> None:
+    guard_commits(engine)
+    sqlite.put_right(engine)

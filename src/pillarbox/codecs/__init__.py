@@ -1,0 +1,34 @@
+"""The codecs that come with Pillarbox, by name."""
+
+from __future__ import annotations
+
+from ..codec import Codec
+from ..errors import ConfigurationError, UnknownEventError
+from .cloudevents import CloudEventsCodec
+from .json import JsonCodec
+
+BUILT_IN: tuple[Codec, ...] = (JsonCodec(), CloudEventsCodec())
+
+
+class Codecs:
+    """The codecs that a box knows: found by name when writing, by content type when reading."""
+
+    def __init__(self, more: tuple[Codec, ...] = ()) -> None:
+        self._by_name: dict[str, Codec] = {}
+        self._by_content_type: dict[str, Codec] = {}
+        for codec in (*BUILT_IN, *more):
+            self._by_name[codec.name] = self._by_content_type[codec.content_type] = codec
+
+    def named(self, name: str) -> Codec:
+        """The codec of this name."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise ConfigurationError(f"unknown codec {name!r}; known are: {', '.join(sorted(self._by_name))}") from None
+
+    def reading(self, content_type: str) -> Codec:
+        """The codec that wrote bodies of this content type."""
+        try:
+            return self._by_content_type[content_type]
+        except KeyError:
+            raise UnknownEventError(f"no codec reads the content type {content_type!r}") from None

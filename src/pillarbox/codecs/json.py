@@ -1,0 +1,31 @@
+"""Strict JSON: the payload alone; identity and circumstances are in the headers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ..codec import Content, content_from_headers
+from ..errors import UnknownEventError
+
+
+class JsonCodec:
+    """Compact JSON objects in UTF-8, fields in the order in which the event declares them."""
+
+    name = "json"
+    content_type = "application/json"
+
+    def encode(self, content: Content, headers: Mapping[str, str]) -> bytes:  # noqa: ARG002  the port has it
+        return msgspec.json.encode(content.payload)
+
+    def decode(self, body: bytes, headers: Mapping[str, str]) -> Content:
+        return content_from_headers(headers, parse_object(body))
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """A JSON object, or `UnknownEventError`."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UnknownEventError(f"the body is not a JSON object: {error}") from None

@@ -1,0 +1,105 @@
+"""COMMIT: the one moment when nobody but the database knows what happened.
+
+Two things are put right for every engine that a box works with. A cancelled task does not tear a COMMIT apart: the
+answer is waited for, and the cancellation arrives after it. And an error that is not an answer of the server becomes
+`CommitOutcomeUnknown`, so that nobody takes a lost answer for a failure and does the work twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Engine
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from .errors import CommitOutcomeUnknown
+
+Written = Sequence[tuple[UUID, int, int]]
+
+# Answers by which a PostgreSQL server says that it, or the connection, is going away: it may have committed before.
+_POSTGRES_GOODBYES = frozenset({"57P01", "57P02", "57P03", "57P05"})
+# The same for MySQL and MariaDB: shutdown, interrupted, killed. Errors of the client library are 2000 to 2999.
+_MYSQL_GOODBYES = frozenset({1053, 1077, 1078, 1079, 1317, 1927, 4031})
+
+_written_on: dict[int, Callable[[], Written]] = {}
+"""Per DBAPI connection with an open transaction: what that transaction has put into the outbox."""
+
+
+def remember(dbapi_connection: object, written: Callable[[], Written]) -> int:
+    """The transaction on this connection writes outbox rows; the handle is for `forget`."""
+    _written_on[id(dbapi_connection)] = written
+    return id(dbapi_connection)
+
+
+def forget(handle: int) -> None:
+    """The transaction has ended."""
+    _written_on.pop(handle, None)
+
+
+def guard_commits(engine: Engine) -> None:
+    """Make COMMIT on this engine uninterruptible, and its lost answers visible. Calling it twice is fine."""
+    dialect: Any = engine.dialect
+    if getattr(dialect, "pillarbox_guards_commits", False):
+        return
+    plain_commit = dialect.do_commit
+
+    def do_commit(dbapi_connection: Any) -> None:
+        try:
+            if dialect.is_async:
+                await_only(_to_the_end(plain_commit, dbapi_connection))
+            else:
+                plain_commit(dbapi_connection)
+        except Exception as error:
+            if was_answered(dialect.name, error):
+                raise
+            written = _written_on.get(id(dbapi_connection))
+            raise CommitOutcomeUnknown(written() if written else ()) from error
+
+    dialect.do_commit = do_commit
+    dialect.pillarbox_guards_commits = True
+
+
+def was_answered(dialect_name: str, error: BaseException) -> bool:
+    """Whether the server itself said that the COMMIT failed. Anything else (cut, closed, timed out) is no answer."""
+    if dialect_name == "sqlite":
+        return True  # there is no wire between us and the file
+    if dialect_name == "postgresql":
+        state = _first(error, "sqlstate", "pgcode")
+        return isinstance(state, str) and not state.startswith("08") and state not in _POSTGRES_GOODBYES
+    if dialect_name in ("mysql", "mariadb"):
+        number = error.args[0] if error.args else None
+        return (
+            isinstance(number, int) and number >= 1000 and not 2000 <= number < 3000 and number not in _MYSQL_GOODBYES
+        )
+    return False
+
+
+def _first(error: BaseException, *names: str) -> object:
+    """An attribute of the error, or of the driver's own error that it was raised from."""
+    for holder in (error, error.__cause__, getattr(error, "orig", None)):
+        for name in names:
+            if value := getattr(holder, name, None):
+                return value
+    return None
+
+
+async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
+    """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one means it and gives up."""
+    sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
+    task = asyncio.current_task()
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        if task is None or sending.cancelled():
+            raise
+        task.uncancel()
+        try:
+            await sending
+        finally:
+            if not sending.cancelled():
+                # Ask again for what was held back: it arrives at the next await, when the session knows what it has
+                # done.
+                task.cancel()

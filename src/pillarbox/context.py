@@ -1,0 +1,87 @@
+"""The circumstances of an event: tenant, trace, correlation, causation, user, source.
+
+Middleware, consumers and units of work set them for the code that runs inside; they end up in the headers of whatever
+is raised there. Headers are named as in the Pub/Sub conventions, so that every transport and every consumer finds the
+same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import HeaderError
+
+TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class EventContext:
+    """What is known about the cause of an event. Every value is optional and becomes one header, or several."""
+
+    tenant: str | None = None
+    correlation_id: str | None = None
+    causation_id: str | None = None
+    user_id: str | None = None
+    source_service: str | None = None
+    source_version: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.traceparent is not None and not TRACEPARENT.fullmatch(self.traceparent):
+            raise HeaderError(f"traceparent: {self.traceparent!r} is not a W3C trace context of version 00")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                check_header(field.name, value)
+
+    def headers(self) -> dict[str, str]:
+        """The headers that these circumstances give."""
+        if self is _EMPTY:
+            return {}
+        found = {_HEADERS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        headers = {name: value for name, value in found.items() if value is not None}
+        if self.traceparent is not None:
+            _, headers["trace_id"], headers["span_id"], _ = self.traceparent.split("-")
+        return headers
+
+
+_HEADERS = {"tenant": "tenant_id"}
+_EMPTY = EventContext()
+_current: ContextVar[EventContext] = ContextVar("pillarbox_context", default=_EMPTY)
+
+
+def current_context() -> EventContext:
+    """The circumstances of the running code."""
+    return _current.get()
+
+
+@contextmanager
+def event_context(**values: Any) -> Iterator[EventContext]:
+    """Set circumstances for the block; what is not named stays as it was outside."""
+    context = replace(_current.get(), **{name: None if value is None else str(value) for name, value in values.items()})
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def check_header(name: str, value: str) -> str:
+    """Refuse what would break out of a header, a log line or a key: control characters and lone surrogates."""
+    if not isinstance(value, str):
+        raise HeaderError(f"{name}: must be a string, got {type(value).__name__}")
+    if not value.isprintable():
+        bad = next((character for character in value if ord(character) < 32 or ord(character) == 127), None)
+        if bad is not None:
+            raise HeaderError(f"{name}: {value!r} holds the control character {bad!r}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise HeaderError(f"{name}: {value!r} holds a lone surrogate") from None
+    return value

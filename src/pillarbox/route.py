@@ -1,0 +1,323 @@
+"""Routes: which events go where.
+
+Before this: an aggregate raised an event and its session captured it. After it: the store writes one delivery per
+route. Everything that can be decided is decided here, in the business transaction: topic, key, shard, schema version,
+bytes. The relay only carries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+from .codec import Codec, Content
+from .context import check_header
+from .errors import HeaderError, PayloadTooLargeError, RouteError, TenancyError
+from .event import EventType, Raised, registry
+from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, stable_hash
+from .payload import Plain
+from .retry import RetryPolicy
+from .transport import Capabilities
+
+PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*(?:\.\*\*)?|\*\*")
+PLACEHOLDERS = frozenset({"tenant", "aggregate"})
+# What may be put into a topic's name: no dot and no slash, so that two tenants can never meet in one topic.
+TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+MAX_KEY_BYTES = 512
+MAX_TENANT_BYTES = 200
+MAX_TOPIC = 400
+
+KeyOf = Callable[[Any], str]
+
+
+class Route:
+    """Sends the events that match its patterns to one topic of one transport.
+
+    ``*`` stands for one part of an event's name, ``**`` at the end for one or more. The topic may contain ``{tenant}``
+    and
+    ``{aggregate}``. ``version`` sends that schema version, by downcasters if the event is newer, so v1 and v2 can go
+    out side by side.
+    ``key`` computes the ordering key from the event; by default it is the aggregate's id. ``name`` identifies the route
+    for ever: rename the patterns as you like, but not the name while deliveries wait under it.
+    """
+
+    def __init__(
+        self,
+        *patterns: str,
+        to: str,
+        topic: str,
+        name: str | None = None,
+        key: KeyOf | None = None,
+        codec: str = "json",
+        version: int | None = None,
+        shard_by: Literal["key", "tenant"] = "key",
+        on_failure: FailurePolicy | Literal["park", "skip"] = FailurePolicy.PARK,
+        retry: RetryPolicy | None = None,
+        copy: bool = False,
+    ) -> None:
+        self.patterns = patterns
+        self.to = to
+        self.topic = topic
+        self.name = name or f"{to}:{topic}" + (f":v{version}" if version else "")
+        self.key = key
+        self.codec = codec
+        self.version = version
+        self.shard_by = shard_by
+        self.copy = copy
+        self._check()
+        try:
+            policy = FailurePolicy(on_failure)
+        except ValueError:
+            raise RouteError(f"{self!r}: on_failure is 'park' or 'skip', got {on_failure!r}") from None
+        self.record = RouteRecord(self.name, to, topic, version, policy, retry or RetryPolicy())
+
+    def __repr__(self) -> str:
+        return f"Route({', '.join(map(repr, self.patterns))}, to={self.to!r}, topic={self.topic!r}, name={self.name!r})"
+
+    def matches(self, event_name: str) -> bool:
+        """Whether an event of this name goes this way."""
+        return any(_matches(pattern.split("."), event_name.split(".")) for pattern in self.patterns)
+
+    def overlaps(self, other: Route) -> bool:
+        """Whether some event name could match both."""
+        return any(_intersects(a.split("."), b.split(".")) for a in self.patterns for b in other.patterns)
+
+    def topic_for(self, tenant: str | None, aggregate_type: str) -> str:
+        """The topic's final name."""
+        if "{" not in self.topic:
+            return self.topic
+        values = {"tenant": tenant, "aggregate": aggregate_type}
+        return re.sub(r"\{(\w+)\}", lambda found: self._part(found[1], values[found[1]]), self.topic)
+
+    def _part(self, placeholder: str, value: str | None) -> str:
+        if value is None:
+            raise TenancyError(f"{self!r}: its topic names the tenant, and this event has none")
+        if not TOPIC_PART.fullmatch(value):
+            raise HeaderError(
+                f"{self!r}: {placeholder} {value!r} cannot be part of a topic name; use letters, digits, '_' and '-'"
+            )
+        return value
+
+    def _check(self) -> None:
+        if not self.patterns:
+            raise RouteError(f"{self!r}: name at least one pattern of events, like 'orders.order.*'")
+        for pattern in self.patterns:
+            if not isinstance(pattern, str) or not PATTERN.fullmatch(pattern):
+                raise RouteError(
+                    f"{self!r}: {pattern!r} is not a pattern; write 'orders.order.placed', 'orders.order.*' or 'orders.**'"
+                )
+        for first, second in combinations(self.patterns, 2):
+            if _intersects(first.split("."), second.split(".")):
+                raise RouteError(f"{self!r}: its patterns {first!r} and {second!r} overlap; one of them is enough")
+        if not self.to or not self.topic or len(self.topic) > MAX_TOPIC or not self.topic.isprintable():
+            raise RouteError(f"{self!r}: needs a destination and a topic of 1 to {MAX_TOPIC} printable characters")
+        names = re.findall(r"\{([^{}]*)\}", self.topic)
+        if unknown := [name for name in names if name not in PLACEHOLDERS]:
+            raise RouteError(
+                f"{self!r}: unknown placeholder {{{unknown[0]}}}; a topic may use {{tenant}} and {{aggregate}}"
+            )
+        if set("{}") & set(re.sub(r"\{[^{}]*\}", "", self.topic)):
+            raise RouteError(f"{self!r}: the topic has an unbalanced brace")
+        if self.version is not None and self.version < 1:
+            raise RouteError(f"{self!r}: version must be a whole number from 1, got {self.version!r}")
+        if self.shard_by not in ("key", "tenant"):
+            raise RouteError(f"{self!r}: shard_by is 'key' or 'tenant', got {self.shard_by!r}")
+        if len(self.name) > MAX_TOPIC or not self.name.isprintable():
+            raise RouteError(f"{self!r}: a route's name has at most {MAX_TOPIC} printable characters")
+
+
+def check_routes(routes: Sequence[Route], transports: Iterable[str]) -> None:
+    """Refuse routes that cannot work together; the message names both."""
+    known = set(transports)
+    if BUS in known:
+        raise RouteError(f"{BUS!r} is the name of the handlers in this process; call the transport something else")
+    for route in routes:
+        if route.to not in known:
+            raise RouteError(
+                f"{route!r}: no transport is called {route.to!r}; known are: {', '.join(sorted(known)) or 'none'}"
+            )
+    for one, other in combinations(routes, 2):
+        if one.name == other.name:
+            raise RouteError(f"two routes have the same name: {one!r} and {other!r}; give one of them name=...")
+        same_place = one.to == other.to and one.version == other.version
+        if same_place and one.topic == other.topic:
+            raise RouteError(
+                f"two routes share one topic, which would break its order: {one!r} and {other!r}; join their patterns in one route"
+            )
+        if same_place and one.overlaps(other) and not (one.copy or other.copy):
+            raise RouteError(
+                f"two routes overlap: {one!r} and {other!r}; narrow the patterns, or say copy=True on the one that takes copies"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a raised event comes from: the aggregate, or just a key."""
+
+    aggregate_type: str
+    aggregate_id: str
+    version: int | None
+    index: int
+    count: int
+
+
+class Router:
+    """Turns raised events into deliveries, for the routes and handlers of one box."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        codecs: Callable[[str], Codec],
+        capabilities: Mapping[str, Capabilities],
+        shards: int,
+    ) -> None:
+        self.shards = shards
+        self._routes = list(routes)
+        self._handlers: dict[str, Route] = {}
+        self._handled: dict[str, list[Route]] = {}
+        self._codecs = {route.codec: codecs(route.codec) for route in routes} | {"json": codecs("json")}
+        self._capabilities = capabilities
+        self._plans: dict[EventType, tuple[Route, ...]] = {}
+
+    @property
+    def records(self) -> list[RouteRecord]:
+        """Everything that must be registered in the database before the first row."""
+        return [route.record for route in (*self._routes, *self._handlers.values())]
+
+    def subscribe(self, handler: str, kinds: Sequence[EventType]) -> Route:
+        """Deliver these events to a handler of this process, as a route of its own."""
+        if handler in self._handlers:
+            raise RouteError(f"two handlers are called {handler!r}; give one of them name=...")
+        route = Route(*sorted({kind.name for kind in kinds}), to=BUS, topic=handler, name=f"{BUS}:{handler}")
+        self._handlers[handler] = route
+        for kind in kinds:
+            self._handled.setdefault(kind.name, []).append(route)
+        self._plans.clear()
+        return route
+
+    def plan(self, kind: EventType) -> tuple[Route, ...]:
+        """The ways that events of this type go. Events that are not integration events stay with the handlers."""
+        plan = self._plans.get(kind)
+        if plan is None:
+            away = [route for route in self._routes if kind.integration and route.matches(kind.name)]
+            plan = self._plans[kind] = (*away, *self._handled.get(kind.name, ()))
+        return plan
+
+    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
+        """One delivery per route, encoded."""
+        kind = raised.type
+        found = []
+        for route in self.plan(kind):
+            version = route.version or kind.version
+            codec = self._codecs[route.codec]
+            headers = _headers(raised, origin, version, codec.content_type, tenant)
+            payload = (
+                raised.payload
+                if version == kind.version
+                else registry.cast(kind.name, raised.payload, kind.version, version)
+            )
+            body = codec.encode(Content(kind.name, version, raised.event_id, raised.occurred_at, payload), headers)
+            self._check_size(route, body, headers, payload)
+            ordering = check_key("key", route.key(raised.event) if route.key else origin.aggregate_id, MAX_KEY_BYTES)
+            if route.shard_by == "tenant" and tenant is None:
+                raise TenancyError(f"{route!r} is sharded by tenant, and this event has none")
+            unit = ordering if route.shard_by == "key" else tenant or ""
+            found.append(
+                Delivery(
+                    event_id=raised.event_id,
+                    event_type=kind.name,
+                    route=route.record.id,
+                    shard=stable_hash(unit) % self.shards,
+                    schema_version=version,
+                    topic=route.topic_for(tenant, origin.aggregate_type),
+                    key=ordering,
+                    tenant=tenant,
+                    headers=headers,
+                    body=body,
+                )
+            )
+        return found
+
+    def _check_size(self, route: Route, body: bytes, headers: Mapping[str, str], payload: Mapping[str, Plain]) -> None:
+        limits = self._capabilities.get(route.to)
+        if limits is None:
+            return
+        if len(body) > limits.max_body_bytes:
+            largest = max(payload, key=lambda name: len(str(payload[name])), default="payload")
+            raise PayloadTooLargeError(
+                f"{largest}: the body has {len(body):,} bytes and {route.to!r} takes {limits.max_body_bytes:,}; this is its largest field"
+            )
+        total = sum(len(name) + len(value.encode()) for name, value in headers.items())
+        if total > limits.max_header_bytes:
+            raise PayloadTooLargeError(
+                f"headers: they have {total:,} bytes and {route.to!r} takes {limits.max_header_bytes:,}"
+            )
+
+
+def check_key(name: str, value: str, limit: int) -> str:
+    """A key or tenant: a printable string, not empty, within the limit, taken byte by byte as it is."""
+    if not isinstance(value, str) or not value:
+        raise HeaderError(f"{name}: must be a string that is not empty, got {value!r}")
+    check_header(name, value)
+    if len(value) * 4 > limit and (size := len(value.encode())) > limit:
+        raise HeaderError(f"{name}: has {size} bytes, and {limit} are allowed")
+    return value
+
+
+def origins(kinds: Sequence[tuple[EventType, str, str, int | None]]) -> list[Origin]:
+    """Number the events of one flush: each within its aggregate, local ones apart from those that leave.
+
+    A consumer must be able to see from what it gets whether something is missing; it never gets the local ones.
+    """
+    totals: dict[tuple[str, str, bool], int] = {}
+    numbered = []
+    for kind, aggregate_type, aggregate_id, version in kinds:
+        group = (aggregate_type, aggregate_id, kind.integration)
+        index = totals.get(group, 0)
+        totals[group] = index + 1
+        numbered.append((group, version, index))
+    return [Origin(group[0], group[1], version, index, totals[group]) for group, version, index in numbered]
+
+
+def default_aggregate_type(event_name: str) -> str:
+    """For events without an aggregate: the second part of the event's name."""
+    return event_name.split(".")[1]
+
+
+def _headers(raised: Raised, origin: Origin, version: int, content_type: str, tenant: str | None) -> dict[str, str]:
+    headers = {
+        "event_id": str(raised.event_id),
+        "event_type": raised.type.name,
+        "aggregate_id": origin.aggregate_id,
+        "aggregate_type": origin.aggregate_type,
+        "occurred_at": raised.occurred_at.isoformat().removesuffix("+00:00") + "Z",
+        "schema_version": f"v{version}",
+        "content_type": content_type,
+        "event_index": str(origin.index),
+        "event_count": str(origin.count),
+        **raised.context.headers(),
+    }
+    if tenant is not None:
+        headers["tenant_id"] = tenant
+    if origin.version is not None:
+        headers["version"] = str(origin.version)
+    return headers
+
+
+def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    if not pattern or not name:
+        return not pattern and not name
+    if pattern[0] == "**":
+        return True
+    return pattern[0] in ("*", name[0]) and _matches(pattern[1:], name[1:])
+
+
+def _intersects(one: Sequence[str], other: Sequence[str]) -> bool:
+    if not one or not other:
+        return not one and not other
+    if "**" in (one[0], other[0]):
+        return True
+    return (one[0] == other[0] or "*" in (one[0], other[0])) and _intersects(one[1:], other[1:])

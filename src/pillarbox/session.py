@@ -1,0 +1,498 @@
+"""The session's side of the outbox: events are collected once, and written by the transaction that saves their
+aggregates.
+
+Before this: aggregates raise, `publish` records. After it: the store has one row per delivery, in the same transaction.
+The rules:
+
+- Everything raised is written by the next flush, in one statement, after the ORM's own statements. There is no second
+  place that collects. A savepoint flushes before it begins and before it is released, and COMMIT flushes before it is
+  sent, so whatever is written belongs to exactly one savepoint and disappears with it.
+- An aggregate's rows are written only after this transaction has written the aggregate's own row. If nothing about it
+  has changed, a column is touched, which raises its version and takes the row lock: so the order of ids within a key is
+  the order of locks.
+- A rollback drops what was raised since the transaction or savepoint began. An object that the rollback makes transient
+  again keeps what it had raised before it was added: adding it again is the same story told again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import greenlet
+from sqlalchemy import Connection, inspect, text
+from sqlalchemy import event as sqlalchemy_events
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import InstanceState, ORMExecuteState, Session, SessionTransaction, sessionmaker
+from sqlalchemy.orm.attributes import flag_modified
+from sqlalchemy.orm.exc import StaleDataError
+
+from . import commit
+from .aggregate import Aggregate, recorded_by
+from .context import check_header
+from .errors import BulkStatementError, ConcurrencyError, SessionError, SessionNotBoundError, SessionSharedError
+from .event import Event, EventType, Raised, capture
+from .outbox import Delivery, stable_hash
+from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
+from .tenancy import Tenancy, session_tenant
+
+BULK_ALLOWED = "pillarbox_bulk"
+"""Execution option that marks a bulk statement on an aggregate as meant: it will raise no events."""
+
+MAX_ROUNDS = 100
+
+_LOCK_KEY = text("SELECT pg_advisory_xact_lock(:number)")
+
+
+class Outbox(Protocol):
+    """What a session needs to know about the box that it is bound to."""
+
+    tenancy: Tenancy
+
+    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
+        """Encode one event for all its routes."""
+        ...
+
+    def goes_anywhere(self, raised: Raised) -> bool:
+        """Whether some route or handler wants this event."""
+        ...
+
+    def prepare(self, connection: Connection) -> object:
+        """Make sure that routes and lanes are registered, before the first row; what `committed` must be given."""
+        ...
+
+    def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
+        """Write rows in the open transaction."""
+        ...
+
+    def committed(self, deliveries: list[Delivery], prepared: object) -> None:
+        """A transaction with these rows has committed."""
+        ...
+
+
+class _Published:
+    """An event that was published with a key instead of being raised by an aggregate."""
+
+    __slots__ = ("key", "ordered", "raised", "tenant")
+
+    def __init__(self, raised: Raised, key: str, tenant: str | None, ordered: bool) -> None:
+        self.raised = raised
+        self.key = key
+        self.tenant = tenant
+        self.ordered = ordered
+
+
+class _Frame:
+    """What happened inside one transaction or savepoint."""
+
+    __slots__ = ("aggregates", "committed", "deliveries", "identities")
+
+    def __init__(self) -> None:
+        self.aggregates: dict[int, Aggregate] = {}
+        self.deliveries: list[Delivery] = []
+        self.identities: set[object] = set()
+        self.committed = False
+
+    def absorb(self, inner: _Frame) -> None:
+        """A released savepoint becomes part of what surrounds it."""
+        self.aggregates |= inner.aggregates
+        self.deliveries += inner.deliveries
+        self.identities |= inner.identities
+
+
+class Collector:
+    """Everything that one session has to write and has written. Holds aggregates with events until their transaction
+    ends.
+    """
+
+    def __init__(self, session: Session, outbox: Outbox) -> None:
+        self._session = weakref.ref(session)  # aggregates refer to us: they must not keep the session alive
+        self._outbox = outbox
+        self._touched: dict[int, Aggregate] = {}
+        self._published: list[_Published] = []
+        self._frames: list[_Frame] = []
+        self._handle: int | None = None
+        self._prepared: object = None
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        if session is None:
+            raise SessionError("the session of this aggregate is gone")
+        return session
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is raised and not written."""
+        return bool(self._published or self._touched)
+
+    # -- what is raised ------------------------------------------------------------------------------------------------
+
+    def touched(self, aggregate: Aggregate) -> None:
+        self._ensure_begun()
+        self._touched[id(aggregate)] = aggregate
+        self._frames[-1].aggregates[id(aggregate)] = aggregate
+
+    def publish(self, event: object, key: object, tenant: str | None, *, ordered: bool) -> None:
+        """Record an event without an aggregate. It is checked now and written by the next flush."""
+        checked = check_key("key", key if isinstance(key, str) else str(key), MAX_KEY_BYTES)
+        if tenant is not None:
+            check_key("tenant", tenant, MAX_TENANT_BYTES)
+        if ordered and self.session.get_bind().dialect.name not in ("postgresql", "sqlite"):
+            raise SessionError(
+                "ordered=True needs transaction locks, which this database does not have: raise the event from an aggregate"
+            )
+        self._ensure_begun()
+        self._published.append(_Published(capture(event), checked, tenant, ordered))
+
+    def attach(self, aggregate: Aggregate, *, new: bool) -> None:
+        """The aggregate has come into the session."""
+        recorded = recorded_by(aggregate)
+        recorded.collector = self
+        recorded.before = tuple(recorded.events) if new else ()
+        if recorded.events:
+            self.touched(aggregate)
+
+    def detach(self, aggregate: Aggregate) -> None:
+        """The aggregate has left the session; what it has not handed over stays with it."""
+        recorded_by(aggregate).collector = None
+        self._touched.pop(id(aggregate), None)
+
+    def _ensure_begun(self) -> None:
+        session = self.session
+        if not session.in_transaction():
+            session.begin()
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def flush(self, flush_orm: Callable[[], None]) -> None:
+        """Let the ORM write, then write what was raised. Listeners may raise more meanwhile: go on until nothing is
+        left.
+        """
+        for _ in range(MAX_ROUNDS):
+            prepared = {
+                identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
+            }
+            self._touched = dict(prepared)
+            deleted = {identity for identity, aggregate in prepared.items() if self._prepare_row(aggregate)}
+            flush_orm()
+            if self._touched.keys() <= prepared.keys():
+                self._write(deleted)
+                return
+        raise SessionError(
+            f"events were still being raised after {MAX_ROUNDS} flushes: a listener answers every event with another one"
+        )
+
+    def _prepare_row(self, aggregate: Aggregate) -> bool:
+        """Make sure that this flush writes the aggregate's own row. True if it deletes it."""
+        state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+        if state is None or not state.persistent:
+            return state is not None and state.was_deleted
+        if aggregate in self.session.deleted:
+            return True
+        if not any(state.attrs[name].history.has_changes() for name in state.mapper.column_attrs.keys()):  # noqa: SIM118  not a dict
+            _touch(aggregate, state)
+        return False
+
+    def _write(self, deleted: set[int]) -> None:
+        entries: list[tuple[Raised, Aggregate | None, _Published | None]] = [
+            (raised, aggregate, None)
+            for aggregate in self._touched.values()
+            for raised in recorded_by(aggregate).events
+        ]
+        entries += [(published.raised, None, published) for published in self._published]
+        if not entries:
+            return
+        entries.sort(key=lambda entry: entry[0].sequence)
+        entries = self._without_repetitions(entries)
+        numbered = origins([_origin(raised, aggregate, published, deleted) for raised, aggregate, published in entries])
+        wanted = [
+            (raised, origin, self._tenant_of(raised, published), published)
+            for (raised, _, published), origin in zip(entries, numbered, strict=True)
+            if self._outbox.goes_anywhere(raised)
+        ]
+        frame = self._frames[-1]
+        if wanted:
+            frame.deliveries += self._append(wanted)
+        frame.identities.update(_identity(raised) for raised, _, _ in entries)
+        for aggregate in self._touched.values():
+            recorded_by(aggregate).events.clear()
+        self._touched.clear()
+        self._published.clear()
+
+    def _append(self, wanted: list[tuple[Raised, Origin, str | None, _Published | None]]) -> list[Delivery]:
+        connection = self._outbox.tenancy.connection_of(self.session)
+        self._prepared = self._outbox.prepare(connection)
+        deliveries = [
+            row for raised, origin, tenant, _ in wanted for row in self._outbox.deliveries(raised, origin, tenant)
+        ]
+        self._lock_keys(connection, wanted)
+        self._outbox.append(connection, deliveries)
+        if self._handle is None:
+            self._handle = commit.remember(connection.connection.dbapi_connection, self._written)
+        return deliveries
+
+    def _lock_keys(
+        self, connection: Connection, wanted: list[tuple[Raised, Origin, str | None, _Published | None]]
+    ) -> None:
+        """Concurrent transactions that publish under one key, and asked for it, write their rows in the order in which
+        they commit.
+        """
+        asked = {
+            stable_hash(f"{tenant or ''}\n{published.key}")
+            for _, _, tenant, published in wanted
+            if published and published.ordered
+        }
+        for number in sorted(asked) if connection.dialect.name == "postgresql" else ():
+            connection.execute(_LOCK_KEY, {"number": number})
+
+    def _written(self) -> commit.Written:
+        return [(row.event_id, row.route, row.schema_version) for frame in self._frames for row in frame.deliveries]
+
+    def _without_repetitions(self, entries: list[Any]) -> list[Any]:
+        seen = set().union(*(frame.identities for frame in self._frames))
+        return [entry for entry in entries if (identity := _identity(entry[0])) not in seen and not seen.add(identity)]  # type: ignore[func-returns-value]
+
+    def _tenant_of(self, raised: Raised, published: _Published | None) -> str | None:
+        given = published.tenant if published else None
+        tenant = self._outbox.tenancy.tenant_of(
+            self.session, given or session_tenant(self.session) or raised.context.tenant, raised.type.name
+        )
+        return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
+
+    # -- transactions and savepoints -----------------------------------------------------------------------------------
+
+    def begun(self) -> None:
+        self._frames.append(_Frame())
+
+    def committing(self) -> None:
+        if self._frames:
+            self._frames[-1].committed = True
+
+    def ended(self) -> None:
+        if not self._frames:
+            return
+        frame = self._frames.pop()
+        if not frame.committed:
+            self._forget(frame)
+        elif self._frames:
+            self._frames[-1].absorb(frame)
+        for aggregate in frame.aggregates.values() if not self._frames else ():
+            recorded_by(aggregate).before = ()
+        if not self._frames:
+            self._end(frame)
+
+    def _end(self, frame: _Frame) -> None:
+        if self._handle is not None:
+            commit.forget(self._handle)
+            self._handle = None
+        if frame.committed and frame.deliveries:
+            self._outbox.committed(frame.deliveries, self._prepared)
+
+    def _forget(self, frame: _Frame) -> None:
+        for aggregate in frame.aggregates.values():
+            recorded = recorded_by(aggregate)
+            state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+            again = state is None or state.transient
+            recorded.events = list(recorded.before) if again else []
+        self._touched.clear()
+        self._published.clear()
+
+
+class BoundSession(Session):
+    """A Session that belongs to a box. `bind` puts it in front of the class that a sessionmaker makes."""
+
+    pillarbox: Outbox
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.collector = Collector(self, self.pillarbox)
+        self._holder: greenlet.greenlet | None = None
+
+    def flush(self, objects: Any = None) -> None:
+        with self._alone():
+            try:
+                if objects is None and self.collector.pending:
+                    self.collector.flush(super().flush)
+                else:
+                    super().flush(objects)
+            except StaleDataError as error:
+                raise ConcurrencyError(f"somebody else changed or deleted it first: {error}") from error
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone():
+            return super().execute(*args, **kwargs)
+
+    def scalar(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone():
+            return super().scalar(*args, **kwargs)
+
+    def scalars(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone():
+            return super().scalars(*args, **kwargs)
+
+    def connection(self, *args: Any, **kwargs: Any) -> Connection:
+        self.pillarbox.tenancy.check_raw_connection(self, kwargs.get("execution_options"))
+        return super().connection(*args, **kwargs)
+
+    def _is_clean(self) -> bool:
+        # COMMIT and savepoints ask this to see whether a flush is needed: a session with nothing but events needs one.
+        return not self.collector.pending and super()._is_clean()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Every operation of an AsyncSession runs in a greenlet of its own, and every thread has one: two at once are
+        two users.
+        """
+        me = greenlet.getcurrent()
+        holder = self._holder
+        if holder is me:
+            yield
+            return
+        if holder is not None and not holder.dead:
+            raise SessionSharedError(
+                "two tasks or threads use one session at the same time; give each its own (handing a session on is fine)"
+            )
+        self._holder = me
+        try:
+            yield
+        finally:
+            self._holder = None
+
+
+def bind(maker: Any, outbox: Outbox) -> None:
+    """Make every session of this sessionmaker collect events for the box. The maker is changed in place."""
+    if isinstance(maker, async_sessionmaker):
+        base = maker.kw.get("sync_session_class") or maker.class_.sync_session_class
+        if bound := _bound_class(base, outbox):
+            maker.configure(sync_session_class=bound)
+    elif isinstance(maker, sessionmaker):
+        if bound := _bound_class(maker.class_, outbox):
+            maker.class_ = bound
+    else:
+        raise SessionError(f"bind takes a sessionmaker or async_sessionmaker, got {type(maker).__name__}")
+
+
+def collector_of(session: Session | AsyncSession) -> Collector:
+    """The collector of a bound session."""
+    plain = session.sync_session if isinstance(session, AsyncSession) else session
+    if not isinstance(plain, BoundSession):
+        raise SessionNotBoundError(
+            "this session does not belong to the box: make it with a sessionmaker that went through box.bind(...), or use box.unit_of_work()"
+        )
+    return plain.collector
+
+
+def _bound_class(base: type[Session], outbox: Outbox) -> type[Session] | None:
+    if issubclass(base, BoundSession):
+        if base.pillarbox is not outbox:
+            raise SessionError("this sessionmaker is bound to another box")
+        return None
+    bound = type(base.__name__, (BoundSession, base), {"pillarbox": outbox})
+    for name, listener in _LISTENERS.items():
+        sqlalchemy_events.listen(bound, name, listener)
+    outbox.tenancy.listen(bound)
+    return bound
+
+
+def _after_transaction_create(session: BoundSession, transaction: SessionTransaction) -> None:
+    if transaction.nested or transaction.parent is None:
+        session.collector.begun()
+
+
+def _after_transaction_end(session: BoundSession, transaction: SessionTransaction) -> None:
+    if transaction.nested or transaction.parent is None:
+        session.collector.ended()
+
+
+def _after_commit(session: BoundSession) -> None:
+    session.collector.committing()
+
+
+def _added(session: BoundSession, instance: object) -> None:
+    if isinstance(instance, Aggregate):
+        session.collector.attach(instance, new=True)
+
+
+def _arrived(session: BoundSession, instance: object) -> None:
+    if isinstance(instance, Aggregate):
+        session.collector.attach(instance, new=False)
+
+
+def _left(session: BoundSession, instance: object) -> None:
+    if isinstance(instance, Aggregate):
+        session.collector.detach(instance)
+
+
+def _refuse_bulk(state: ORMExecuteState) -> None:
+    if not (state.is_update or state.is_delete or state.is_insert) or state.execution_options.get(BULK_ALLOWED):
+        return
+    table = getattr(state.statement, "table", None)
+    for owner in _subclasses(Aggregate):
+        mapper = owner.__dict__.get("__mapper__")
+        if mapper is not None and table in mapper.tables:
+            raise BulkStatementError(
+                f"a bulk statement on {owner.__name__} changes aggregates without raising their events; load them, or mark the statement "
+                f"with .execution_options({BULK_ALLOWED}=True) if that is meant"
+            )
+
+
+_LISTENERS: dict[str, Callable[..., None]] = {
+    "after_transaction_create": _after_transaction_create,
+    "after_transaction_end": _after_transaction_end,
+    "after_commit": _after_commit,
+    "transient_to_pending": _added,
+    "loaded_as_persistent": _arrived,
+    "detached_to_persistent": _arrived,
+    "pending_to_transient": _left,
+    "persistent_to_transient": _left,
+    "persistent_to_detached": _left,
+    "deleted_to_detached": _left,
+    "do_orm_execute": _refuse_bulk,
+}
+
+
+def _subclasses(cls: type[Aggregate]) -> Iterator[type[Aggregate]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _identity(raised: Raised) -> object:
+    """Which event this is. Foreign classes carry no id: for them it is the object itself, which the record keeps alive."""
+    return raised.event_id if isinstance(raised.event, Event) else id(raised.event)
+
+
+def _origin(
+    raised: Raised, aggregate: Aggregate | None, published: _Published | None, deleted: set[int]
+) -> tuple[EventType, str, str, int | None]:
+    if published is not None:
+        return raised.type, default_aggregate_type(raised.type.name), published.key, None
+    if aggregate is None:
+        raise SessionError(f"{raised.type.name} was neither raised nor published")
+    version = aggregate.aggregate_version
+    if version is not None and id(aggregate) in deleted:
+        version += 1
+    return raised.type, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
+
+
+def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:
+    """Let the next flush write the aggregate's row although nothing has changed; its version rises with it."""
+    mapper = state.mapper
+    versioned = mapper.version_id_col
+    table = versioned.table if versioned is not None else mapper.local_table
+    for column in mapper.columns:
+        attribute = mapper.get_property_by_column(column).key
+        if column.table is table and not column.primary_key and column is not versioned and not column.computed:
+            getattr(aggregate, attribute)  # an expired attribute cannot be flagged
+            flag_modified(aggregate, attribute)
+            return
+    if versioned is None:
+        raise SessionError(
+            f"{type(aggregate).__name__} has no column besides its key: its row cannot be locked, so its events would have no order. "
+            "Give it a version column (version_id_col)."
+        )
+    attribute = mapper.get_property_by_column(versioned).key
+    setattr(aggregate, attribute, getattr(aggregate, attribute) + 1)

@@ -1,0 +1,288 @@
+"""Settings: one YAML file and the environment, every key documented and checked.
+
+A variable wins over the file, the file over the default, and `Settings.origins` says which of them it was. Only the command line reads
+settings: the library takes what it needs as arguments, and never looks at a file or a variable by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml  # type: ignore[import-untyped]  # has no stubs of its own
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError as VariableError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
+
+from .errors import SettingsError
+
+PREFIX = "PILLARBOX_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+FILE = Path("pillarbox.yaml")
+DEFAULT = "default"
+
+# The first driver is the one that a URL without any gets.
+_DRIVERS = {
+    "postgresql": ("asyncpg", "psycopg"),
+    "mysql": ("asyncmy", "aiomysql"),
+    "mariadb": ("asyncmy", "aiomysql"),
+    "sqlite": ("aiosqlite",),
+}
+# A Kubernetes service called "pillarbox" puts these into every pod beside it.
+_KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
+_SECRET_OPTION = re.compile(r"pass|secret|token", re.IGNORECASE)
+
+
+def masked(url: str) -> str:
+    """A database URL that may be shown: without its password, wherever in it that stands."""
+    parsed = make_url(url)
+    hidden = {name: "***" for name in parsed.query if _SECRET_OPTION.search(name)}
+    return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
+
+
+def _check_url(secret: SecretStr) -> SecretStr:
+    # No message holds the value: there is a password in it.
+    try:
+        url = make_url(secret.get_secret_value())
+    except (ArgumentError, ValueError):
+        raise ValueError(
+            "is no database URL; write postgresql+asyncpg://user:password@host/database, with special characters as %XX"
+        ) from None
+    backend, _, driver = url.drivername.partition("+")
+    if backend not in _DRIVERS:
+        raise ValueError(f"{backend!r} is no supported database; the URL starts with one of {', '.join(_DRIVERS)}")
+    if driver and driver not in _DRIVERS[backend]:
+        raise ValueError(
+            f"{driver!r} is no async driver; write {' or '.join(f'{backend}+{each}' for each in _DRIVERS[backend])}"
+        )
+    full = url.set(drivername=f"{backend}+{driver or _DRIVERS[backend][0]}")
+    return SecretStr(full.render_as_string(hide_password=False))
+
+
+def _yaml_off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads a bare `off` as false
+
+
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"is a number, not {str(value).lower()}")  # noqa: TRY004  pydantic takes no TypeError
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+class Service(BaseModel):
+    """Who writes the events."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = Field(
+        None, description="Name of this service: the header `source_service` of its events.", examples=["shop"]
+    )
+    version: str | None = Field(None, description="Its version: the header `source_version`.", examples=["1.4.2"])
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. `load` reads it."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", env_ignore_empty=True, extra="forbid", frozen=True
+    )
+
+    database_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = Field(
+        None,
+        description="SQLAlchemy URL of the database; without one, an embedded PostgreSQL is used.",
+        examples=["postgresql+asyncpg://app@localhost/shop"],
+    )
+    home: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+        None,
+        description="Folder for the embedded PostgreSQL; by default where the platform keeps such data.",
+        examples=["~/.pillarbox"],
+    )
+    shards: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_boolean)] | None = Field(
+        None,
+        description="Number of shards, fixed by the first migration (16 without it); if given, the database must agree.",
+        examples=[16],
+    )
+    tenancy: Annotated[Literal["off", "required"], BeforeValidator(_yaml_off)] = Field(
+        "off", description="`required` refuses events without a tenant.", examples=["required"]
+    )
+    service: Service = Field(default_factory=Service)
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
+        "warning", description="What is logged on standard error.", examples=["info"]
+    )
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003  the port has it
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Variables first, then what the constructor is given: by `load`, the content of the file."""
+        return env_settings, init_settings
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Self:
+        """Read the environment and the file: ``path``, else ``PILLARBOX_CONFIG``, else ``./pillarbox.yaml`` if it is there.
+
+        `SettingsError` has one line per mistake.
+        """
+        variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
+        given = _Given(_find_file(path), {name for name, value in variables.items() if value})
+        mistakes = list(given.unknown_variables())
+        settings = None
+        try:
+            settings = cls(**given.written)
+        except ValidationError as error:
+            mistakes += [given.explain(details) for details in error.errors()]
+        except VariableError:
+            pass  # a group's own variable, which holds no JSON: an unknown variable anyway
+        if settings is None or mistakes:
+            raise SettingsError("\n".join(mistakes))
+        settings._origins.update((key, given.origin(key)) for key in KEYS)
+        return settings
+
+    def origins(self) -> dict[str, str]:
+        """Where the value of each key comes from: the name of a variable, the path of the file, or ``default``."""
+        return dict(self._origins)
+
+    def shown(self) -> dict[str, str | int | None]:
+        """The value of each key, fit to be shown: without passwords."""
+        return {key: _shown(attrgetter(key)(self)) for key in KEYS}
+
+
+class _Given:
+    """What people have written, and where."""
+
+    def __init__(self, file: Path | None, variables: set[str]) -> None:
+        self.file = file
+        self.written = _read(file) if file else {}
+        self._variables = variables
+
+    def origin(self, key: str) -> str:
+        name = variable(key)
+        if used := next((each for each in self._variables if each == name or each.startswith(f"{name}__")), None):
+            return used
+        value: Any = self.written
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return DEFAULT
+            value = value[part]
+        return str(self.file)
+
+    def unknown_variables(self) -> Iterator[str]:
+        known = {variable(key): key for key in KEYS}
+        groups = tuple(f"{name.rpartition('__')[0]}__" for name in known if "__" in name)
+        for name in sorted(self._variables - known.keys() - {FILE_VARIABLE}):
+            # What is inside a group is checked with the group.
+            if not name.startswith(groups) and not _KUBERNETES.fullmatch(name):
+                yield f"{name}: there is no such setting; {_suggestion(name, known)}"
+
+    def explain(self, details: ErrorDetails) -> str:
+        key = ".".join(map(str, details["loc"]))
+        where = f"{key} (from {self.origin(key)})"
+        if details["type"] == "extra_forbidden":
+            return f"{where}: there is no such key; {_suggestion(key, KEYS)}"
+        what = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        return f"{where}: {what}" + ("" if key == "database_url" else f"; it is {details['input']!r}")
+
+
+def variable(key: str) -> str:
+    """The name of the environment variable of a key."""
+    return PREFIX + key.upper().replace(".", "__")
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+KEYS: Mapping[str, FieldInfo] = dict(_keys(Settings))
+"""Every key by its dotted name."""
+
+
+def _find_file(path: Path | None) -> Path | None:
+    if path is not None:
+        return path
+    if named := os.environ.get(FILE_VARIABLE):
+        return Path(named)
+    return FILE if FILE.exists() else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text("utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise SettingsError(
+            f"{file}: cannot be read ({error.strerror}); correct --config or {FILE_VARIABLE}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file}: is no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise SettingsError(f"{file}: is no YAML at line {line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file}: is no YAML: {str(error).splitlines()[0]}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file}: must hold keys and values, like `log_level: info`")
+    if repeated := [f"{file}: {mistake}; keep one of them" for mistake in _repetitions(node)]:
+        raise SettingsError("\n".join(repeated))
+    return {str(key): value for key, value in content.items()}
+
+
+def _repetitions(mapping: Any) -> Iterator[str]:
+    """YAML lets the last one win in silence."""
+    seen = set()
+    for key, value in mapping.value:
+        if key.value in seen:
+            yield f"{key.value} stands there again at line {key.start_mark.line + 1}"
+        seen.add(key.value)
+        if isinstance(value, yaml.MappingNode):
+            yield from _repetitions(value)
+
+
+def _suggestion(name: str, known: Mapping[str, object]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"take it out, or use one of {', '.join(known)}"
+
+
+def _shown(value: SecretStr | Path | str | int | None) -> str | int | None:
+    if isinstance(value, SecretStr):
+        return masked(value.get_secret_value())
+    return str(value) if isinstance(value, Path) else value

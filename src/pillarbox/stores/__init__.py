@@ -1,0 +1,1 @@
+"""Stores: where deliveries live and how progress is kept."""

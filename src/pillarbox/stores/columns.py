@@ -1,0 +1,130 @@
+"""Column types and clock expressions that mean the same on PostgreSQL, MariaDB/MySQL and SQLite."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, BindParameter, DateTime, Dialect, Integer, LargeBinary, String, Text, literal, types
+from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+
+class ByteExact(types.TypeDecorator[str]):
+    """Text that is compared byte by byte: no collation, no padding, no folding of case or accents.
+
+    MySQL's binary collations still ignore trailing spaces, so there the column holds bytes.
+    """
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
+        if dialect.name in ("mysql", "mariadb"):
+            return dialect.type_descriptor(mysql.VARBINARY(self.length))
+        return dialect.type_descriptor(String(self.length))
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
+        return value.encode() if value is not None and dialect.name in ("mysql", "mariadb") else value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002  the port has it
+        return value.decode() if isinstance(value, (bytes, bytearray)) else value
+
+
+class Utc(types.TypeDecorator[datetime]):
+    """An aware moment in UTC, to the microsecond."""
+
+    impl = DateTime
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
+        if dialect.name == "postgresql":
+            return dialect.type_descriptor(postgresql.TIMESTAMP(timezone=True))
+        if dialect.name in ("mysql", "mariadb"):
+            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+        return dialect.type_descriptor(DateTime())
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None or dialect.name == "postgresql":
+            return value
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  the port has it
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class _JsonText(types.UserDefinedType[str]):
+    """PostgreSQL's json, written and read as the text that it is; the database only has to be able to look into it."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_kw: Any) -> str:
+        return "JSON"
+
+
+AutoId = BigInteger().with_variant(Integer, "sqlite")
+Body = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+Headers = LongText.with_variant(_JsonText(), "postgresql")
+Name = String(400)
+
+
+class _FromNow(FunctionElement[datetime]):
+    """The database's clock at the moment of evaluation, not at the start of the transaction, some seconds ahead."""
+
+    type = Utc()
+    name = "from_now"
+    inherit_cache = True
+
+
+def from_now(seconds: float | BindParameter[float] = 0.0) -> _FromNow:
+    """Now, by the database's clock, plus some seconds."""
+    return _FromNow(seconds if isinstance(seconds, BindParameter) else literal(float(seconds)))
+
+
+class now(FunctionElement[datetime]):  # noqa: N801  reads like a SQL function
+    """The database's clock at the moment of evaluation, in UTC."""
+
+    type = Utc()
+    name = "now"
+    inherit_cache = True
+
+
+@compiles(now, "postgresql")
+def _postgres_plain_now(_element: now, _compiler: SQLCompiler, **_kw: Any) -> str:
+    return "clock_timestamp()"
+
+
+@compiles(now, "mysql")
+@compiles(now, "mariadb")
+def _mysql_plain_now(_element: now, _compiler: SQLCompiler, **_kw: Any) -> str:
+    return "(UTC_TIMESTAMP(6))"
+
+
+@compiles(now, "sqlite")
+def _sqlite_plain_now(_element: now, _compiler: SQLCompiler, **_kw: Any) -> str:
+    return "(strftime('%Y-%m-%d %H:%M:%f', 'now'))"
+
+
+@compiles(_FromNow, "postgresql")
+def _postgres_now(element: _FromNow, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"(clock_timestamp() + make_interval(secs => {compiler.process(element.clauses, **kw)}))"
+
+
+@compiles(_FromNow, "mysql")
+@compiles(_FromNow, "mariadb")
+def _mysql_now(element: _FromNow, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"(UTC_TIMESTAMP(6) + INTERVAL ({compiler.process(element.clauses, **kw)}) * 1000000 MICROSECOND)"
+
+
+@compiles(_FromNow, "sqlite")
+def _sqlite_now(element: _FromNow, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"strftime('%Y-%m-%d %H:%M:%f', 'now', ({compiler.process(element.clauses, **kw)}) || ' seconds')"

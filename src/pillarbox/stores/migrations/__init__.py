@@ -1,0 +1,101 @@
+"""The database schema, step by step.
+
+A step is a function of Alembic's operations. `migrate` runs the steps that are missing, for people who know nothing of
+Alembic; the files under ``versions`` run the same steps for people whose own Alembic includes them
+(``version_locations``). Which steps have been run is kept in ``pillarbox_meta``, so both ways can be mixed. Steps take
+locks for a bounded time only: a busy table makes them give up, not queue everybody behind them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection, Dialect, inspect, select, text
+
+from ...errors import NotMigratedError
+from .. import tables
+from . import step_0001
+
+LOCK_TIMEOUT_SECONDS = 5
+# Any number will do, as long as all migrating processes use the same.
+_ADVISORY_LOCK = 0x70696C6C61726278
+
+Step = Callable[[Operations], None]
+STEPS: tuple[Step, ...] = (step_0001.upgrade,)
+
+
+def schema_version(connection: Connection) -> int:
+    """How many steps this database has seen; 0 if Pillarbox is not there."""
+    if not inspect(connection).has_table(tables.meta.name):
+        return 0
+    return connection.execute(select(tables.meta.c.schema_version)).scalar() or 0
+
+
+def check_schema(connection: Connection) -> None:
+    """`NotMigratedError` unless the database has exactly the schema of this release."""
+    found = schema_version(connection)
+    if found < len(STEPS):
+        raise NotMigratedError(
+            f"the database has schema version {found} and this release needs {len(STEPS)}: run `pillarbox migrate`"
+        )
+    if found > len(STEPS):
+        raise NotMigratedError(
+            f"the database has schema version {found}, newer than this release knows ({len(STEPS)}): upgrade pillarbox"
+        )
+
+
+def migrate(connection: Connection) -> int:
+    """Run the steps that are missing, in the connection's transaction; how many they were. Processes that do it at once
+    take turns.
+    """
+    with _taking_turns(connection):
+        operations = Operations(MigrationContext.configure(connection))
+        found = schema_version(connection)
+        for number in range(found + 1, len(STEPS) + 1):
+            run_step(operations, number)
+        return max(0, len(STEPS) - found)
+
+
+def migration_sql(dialect: Dialect) -> str:
+    """All steps as SQL text, for people who run it themselves."""
+    output = io.StringIO()
+    context = MigrationContext.configure(
+        dialect=dialect, opts={"as_sql": True, "output_buffer": output, "literal_binds": True}
+    )
+    operations = Operations(context)
+    for number in range(1, len(STEPS) + 1):
+        run_step(operations, number)
+    return output.getvalue()
+
+
+def run_step(operations: Operations, number: int) -> None:
+    """Run one step, unless the database has seen it. This is what the files under ``versions`` call."""
+    context = operations.get_context()
+    if not context.as_sql:
+        assert context.connection is not None
+        if schema_version(context.connection) >= number:
+            return
+        if context.dialect.name == "postgresql":
+            operations.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"))
+    STEPS[number - 1](operations)
+    operations.execute(tables.meta.update().values(schema_version=number))
+
+
+class _taking_turns:  # noqa: N801  used like a function
+    """One migrating process at a time; on SQLite the write transaction already is that."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        if self._connection.dialect.name == "postgresql":
+            self._connection.execute(text(f"SELECT pg_advisory_xact_lock({_ADVISORY_LOCK})"))
+        elif self._connection.dialect.name in ("mysql", "mariadb"):
+            self._connection.execute(text("SELECT GET_LOCK('pillarbox_migrate', 60)"))
+
+    def __exit__(self, *_error: object) -> None:
+        if self._connection.dialect.name in ("mysql", "mariadb"):
+            self._connection.execute(text("SELECT RELEASE_LOCK('pillarbox_migrate')"))

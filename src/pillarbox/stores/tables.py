@@ -1,0 +1,111 @@
+"""Pillarbox's tables, as SQLAlchemy sees them. The migrations make them; a test compares the two.
+
+``pillarbox_meta``    one row: who this installation is, which schema and how many shards it has
+``pillarbox_routes``  every route and durable handler that ever wrote, with what a relay must know about it
+``pillarbox_lanes``   one row per route and shard: who owns it, and how far it has come
+``pillarbox_outbox``  the deliveries
+``outbox_events``     a view of all of it, for people
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+
+from .columns import AutoId, Body, ByteExact, Headers, LongText, Name, Utc, now
+
+metadata = MetaData()
+
+meta = Table(
+    "pillarbox_meta",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, autoincrement=False),
+    Column("install_id", Uuid, nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("store", String(20), nullable=False),
+    Column("shards", Integer, nullable=False),
+    Column("shard_generation", Integer, nullable=False),
+)
+
+routes = Table(
+    "pillarbox_routes",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("name", Name, nullable=False),
+    Column("destination", String(100), nullable=False),
+    Column("topic", Name, nullable=False),
+    Column("schema_version", Integer),
+    Column("on_failure", String(10), nullable=False),
+    Column("retry_base", Float(53), nullable=False),
+    Column("retry_cap", Float(53), nullable=False),
+    Column("retry_attempts", Integer, nullable=False),
+    Column("updated_at", Utc, nullable=False),
+    mysql_charset="utf8mb4",
+)
+
+lanes = Table(
+    "pillarbox_lanes",
+    metadata,
+    Column("route", BigInteger, primary_key=True, autoincrement=False),
+    Column("shard", Integer, primary_key=True, autoincrement=False),
+    Column("epoch", BigInteger, nullable=False, server_default="0"),
+    Column("token", Uuid),
+    Column("locked_by", String(200)),
+    Column("locked_until", Utc),
+    Column("batch", BigInteger, nullable=False, server_default="0"),
+    Column("next_number", BigInteger, nullable=False, server_default="1"),
+    Column("announced", LongText),
+    Column("tries", Integer, nullable=False, server_default="0"),
+    Column("paused", Boolean, nullable=False, server_default=text("false")),
+    mysql_charset="utf8mb4",
+)
+
+outbox = Table(
+    "pillarbox_outbox",
+    metadata,
+    Column("id", AutoId, Identity(), primary_key=True),
+    Column("event_id", Uuid, nullable=False),
+    Column("event_type", String(200), nullable=False),
+    Column("route", BigInteger, nullable=False),
+    Column("shard", Integer, nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("topic", Name, nullable=False),
+    Column("key", ByteExact(512), nullable=False),
+    Column("tenant", ByteExact(200)),
+    Column("headers", Headers, nullable=False),
+    Column("body", Body, nullable=False),
+    Column("created_at", Utc, nullable=False, server_default=now()),
+    Column("status", String(10), nullable=False, server_default="PENDING"),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("available_at", Utc),
+    Column("batch", BigInteger),
+    Column("number", BigInteger),
+    Column("last_error", LongText),
+    Column("sent_at", Utc),
+    UniqueConstraint("event_id", "route", "schema_version", name="uq_pillarbox_outbox_event"),
+    Index(
+        "ix_pillarbox_outbox_lane",
+        "route",
+        "shard",
+        "status",
+        "id",
+        postgresql_where=text("status <> 'SENT'"),
+        sqlite_where=text("status <> 'SENT'"),
+    ),
+    sqlite_autoincrement=True,
+    mysql_charset="utf8mb4",
+)

@@ -1,0 +1,219 @@
+"""The unit of work: one business transaction, with the events that it raises.
+
+    async with box.unit_of_work(tenant="acme") as uow:
+        uow.add(order)
+
+Leaving the block commits; an exception rolls back, state and events together. A unit of work inside another one, in the
+same task, is a savepoint of it: its failure undoes only its own part, and no second connection is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session
+
+from .aggregate import Aggregate
+from .errors import SessionError
+from .session import collector_of
+from .tenancy import session_tenant
+
+logger = logging.getLogger("pillarbox")
+
+CLEANUP_SECONDS = 10.0
+
+
+class EventPublisher(Protocol):
+    """All that application code needs to know in order to publish an event without an aggregate."""
+
+    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+        """Record the event; it leaves if and only if the surrounding transaction commits.
+
+        ``key`` is the unit of order. Concurrent transactions that publish under one key have no order between them
+        unless they ask for it by ``ordered=True``, which makes them wait for each other.
+        """
+        ...
+
+
+class SessionPublisher:
+    """`EventPublisher` for a session of one's own."""
+
+    def __init__(self, session: Session | AsyncSession) -> None:
+        self._collector = collector_of(session)
+
+    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+        self._collector.publish(event, key, tenant, ordered=ordered)
+
+
+class UnitOfWork:
+    """A session and its transaction. Made by ``box.unit_of_work()``."""
+
+    session: AsyncSession
+
+    def __init__(
+        self,
+        sessions: async_sessionmaker[AsyncSession],
+        assign: Callable[[Session, str | None], None],
+        *,
+        tenant: str | None,
+        timeout: float | None,
+        slow_after: float | None,
+        new_transaction: bool,
+    ) -> None:
+        self._sessions = sessions
+        self._assign = assign
+        self._tenant = tenant
+        self._timeout = asyncio.timeout(timeout) if timeout is not None else None
+        self._slow_after = slow_after
+        self._new_transaction = new_transaction
+        self._outer: UnitOfWork | None = None
+        self._savepoint: Any = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._token: Token[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] | None = None
+        self.committed = False
+        """Whether the last thing that happened to this unit of work was a successful COMMIT."""
+
+    # -- what people do with it ----------------------------------------------------------------------------------------
+
+    def add(self, *objects: object) -> None:
+        """Add objects to the session. A plain aggregate, which no table knows, is asked for its events only."""
+        for item in objects:
+            if isinstance(item, Aggregate) and not hasattr(type(item), "__mapper__"):
+                collector_of(self.session).attach(item, new=True)
+            else:
+                self.session.add(item)
+
+    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+        """See `EventPublisher.publish`."""
+        collector_of(self.session).publish(event, key, tenant, ordered=ordered)
+
+    async def flush(self) -> None:
+        """Write what has changed and what was raised, without committing."""
+        await self.session.flush()
+
+    async def commit(self) -> None:
+        """Commit what was done so far; the unit of work goes on with a new transaction. Inside another one: release the
+        savepoint.
+        """
+        self.committed = False
+        if self._outer is None:
+            await self.session.commit()
+        else:
+            await self._savepoint.commit()
+            self._savepoint = await self.session.begin_nested()
+        self.committed = True
+
+    async def rollback(self) -> None:
+        """Undo what was done since the last commit; the unit of work goes on with a new transaction."""
+        self.committed = False
+        if self._outer is None:
+            await self.session.rollback()
+        else:
+            await self._savepoint.rollback()
+            self._savepoint = await self.session.begin_nested()
+
+    @asynccontextmanager
+    async def nested(self) -> AsyncIterator[Self]:
+        """A savepoint: an exception in the block undoes the block, events included, and goes on."""
+        async with self.session.begin_nested():
+            yield self
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        around = _current.get()
+        if (
+            around is not None
+            and around[1] is task
+            and not self._new_transaction
+            and around[0]._sessions is self._sessions
+        ):
+            await self._join(around[0])
+        else:
+            self.session = self._sessions()
+            self.session.info["uow"] = self
+            self._assign(self.session.sync_session, self._tenant)
+            self.session.sync_session.begin()
+            if self._slow_after is not None:
+                self._alarm = asyncio.get_running_loop().call_later(self._slow_after, self._warn, task)
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
+        self._token = _current.set((self, task))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            _current.reset(self._token)
+        try:
+            if self._timeout is not None:
+                await self._timeout.__aexit__(kind, error, trace)
+        finally:
+            await (self._leave(error) if self._outer else self._end(error))
+
+    async def _join(self, outer: UnitOfWork) -> None:
+        if self._tenant is not None and self._tenant != session_tenant(outer.session.sync_session):
+            raise SessionError("the unit of work around this one has another tenant: say new_transaction=True")
+        self._outer = outer
+        self.session = outer.session
+        self._savepoint = await self.session.begin_nested()
+
+    async def _leave(self, error: BaseException | None) -> None:
+        if not self._savepoint.is_active:
+            return
+        await (self._savepoint.commit() if error is None else self._savepoint.rollback())
+        self.committed = error is None
+
+    async def _end(self, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                await self.commit()
+            else:
+                await _finish(self.session.rollback, self.session)
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            await _finish(self.session.close, self.session)
+
+    def _warn(self, task: asyncio.Task[Any] | None) -> None:
+        stack = (
+            "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in task.get_stack()).format())
+            if task
+            else ""
+        )
+        logger.warning(
+            "a unit of work has been open for %s s; it holds locks and a connection. It is here:\n%s",
+            self._slow_after,
+            stack,
+        )
+
+
+async def _finish(clean_up: Callable[[], Awaitable[None]], session: AsyncSession) -> None:
+    """Clean up to the end even if we are cancelled; a connection that cannot be cleaned is thrown away, never used
+    again.
+    """
+    cleaning = asyncio.ensure_future(clean_up())
+    try:
+        await asyncio.wait_for(asyncio.shield(cleaning), CLEANUP_SECONDS)
+    except asyncio.CancelledError:
+        await asyncio.wait([cleaning], timeout=CLEANUP_SECONDS)
+        if not cleaning.done():
+            await session.invalidate()
+        raise
+    except TimeoutError:
+        await session.invalidate()
+
+
+_current: ContextVar[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] = ContextVar(
+    "pillarbox_unit_of_work", default=None
+)

@@ -1,0 +1,145 @@
+"""Fixtures for real servers, and the report about which of them were tested."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from tests.servers import DATABASES, KINDS, Database, Missing, Redis, Server, Servers, installable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FreshDatabase = Callable[[str], Database]
+
+USED, MISSING = "server used", "server missing"  # what a test's report says about servers
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """The servers of this process, each started when it is first asked for."""
+    servers = Servers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLARBOX_HOME", str(servers.folder / "home"))
+        yield servers
+        servers.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pillarbox_home(servers: Servers) -> Path:
+    """No test, and no command that a test runs, touches the developer's own embedded server."""
+    return servers.folder / "home"
+
+
+@pytest.fixture
+def use_server(servers: Servers, request: pytest.FixtureRequest) -> Callable[[str], Server]:
+    """Ask for a server by its kind; skips the test if it is missing. The report learns of it either way."""
+
+    def use(kind: str) -> Server:
+        try:
+            server = servers.get(kind)
+        except Missing as missing:
+            request.node.user_properties.append((MISSING, [kind, str(missing)]))
+            pytest.skip(f"{KINDS[kind].label}: {missing}")
+        request.node.user_properties.append((USED, [kind, server.version]))
+        return server
+
+    return use
+
+
+@pytest.fixture
+def fresh_database(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[FreshDatabase]:
+    """Make a new, empty database: `fresh_database("mariadb")`. All are dropped at the end of the test."""
+    made: list[Database] = []
+
+    def fresh(kind: str) -> Database:
+        use_server(kind)
+        made.append(servers.create_database(kind))
+        return made[-1]
+
+    yield fresh
+    for database in made:
+        database.server.drop(database.name)
+
+
+@pytest.fixture(params=DATABASES)
+def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
+    """An empty database; the test runs once for each kind."""
+    return fresh_database(request.param)
+
+
+@pytest.fixture
+def postgres_database(fresh_database: FreshDatabase) -> Database:
+    return fresh_database("embedded")
+
+
+@pytest.fixture
+def mariadb_database(fresh_database: FreshDatabase) -> Database:
+    return fresh_database("mariadb")
+
+
+@pytest.fixture
+def sqlite_database(fresh_database: FreshDatabase) -> Database:
+    return fresh_database("sqlite")
+
+
+@pytest.fixture
+def redis_url(use_server: Callable[[str], Server]) -> str:
+    """The address of an empty Redis."""
+    server = use_server("redis")
+    assert isinstance(server, Redis)
+    server.empty()
+    return server.url
+
+
+class ServerReport:
+    """Says at the end which servers were tested. All it knows came with the tests' reports: xdist makes no difference.
+
+    With `CI=true`, a server that can be had here and that a test missed, or that a whole run never used, fails the run.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        narrowed = config.option.keyword or config.option.markexpr or config.option.collectonly
+        self.whole_run = config.args_source is not pytest.Config.ArgsSource.ARGS and not narrowed
+        self.strict = os.environ.get("CI") == "true"
+        self.tests: dict[str, set[str]] = {kind: set() for kind in KINDS}
+        self.versions: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == USED:
+                kind, self.versions[kind] = cast(list[str], value)
+                self.tests[kind].add(report.nodeid)
+            elif name == MISSING:
+                kind, self.missing[kind] = cast(list[str], value)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and any(map(self.fails, KINDS)):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("servers")
+        for kind in KINDS:
+            colour = {"red": self.fails(kind), "yellow": kind in self.missing and not self.fails(kind)}
+            terminalreporter.write_line(self.line(kind), **colour)
+
+    def line(self, kind: str) -> str:
+        label, used = KINDS[kind].label, len(self.tests[kind])
+        if used and kind not in self.missing:
+            return f"{label} {self.versions[kind]} tested ({used} test{'s' if used > 1 else ''})"
+        reason = self.missing.get(kind, "no test of this run asked for it")
+        return f"{label} NOT TESTED: {reason}{', which fails this run as CI=true' if self.fails(kind) else ''}"
+
+    def fails(self, kind: str) -> bool:
+        missed = kind in self.missing or (self.whole_run and not self.tests[kind])
+        return self.strict and missed and installable(kind)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ServerReport(config), "server-report")

@@ -1,0 +1,401 @@
+"""Real servers for the tests: started when first asked for, in a temporary folder, one set per pytest process.
+
+A server whose programs are absent raises `Missing`, which the fixtures turn into a skip and the summary reports. One
+that is there and does not start is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import psycopg
+import pymysql
+import redis
+from psycopg import sql
+
+from pillarbox.embedded import EmbeddedPostgres
+from pillarbox.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DATABASES = ("embedded", "system", "mariadb", "sqlite")
+
+
+class Missing(Exception):  # noqa: N818  an outcome, not a failure
+    """A server is not installed on this machine."""
+
+
+@dataclass(frozen=True)
+class Database:
+    """A database of its own for one test."""
+
+    kind: str
+    name: str
+    server: DatabaseServer
+
+    @property
+    def is_postgres(self) -> bool:
+        return isinstance(self.server, Postgres)
+
+    def url(self, driver: str | None = None) -> str:
+        """A SQLAlchemy URL, for the server's usual async driver or for another one."""
+        return self.server.url(self.name, driver or self.server.drivers[0])
+
+
+class Server(ABC):
+    """One server, or for SQLite the library."""
+
+    label: ClassVar[str]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = ""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start, wait until it answers, and learn the version; raises `Missing`."""
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+
+class DatabaseServer(Server):
+    drivers: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def create(self, name: str) -> None: ...
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Drop a database, and whoever is still connected to it."""
+
+    @abstractmethod
+    def url(self, name: str, driver: str) -> str: ...
+
+
+class Postgres(DatabaseServer):
+    drivers = ("asyncpg", "psycopg", "psycopg2")
+
+    def create(self, name: str) -> None:
+        self._execute("CREATE DATABASE {}", name)
+
+    def drop(self, name: str) -> None:
+        self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", name)
+
+    def url(self, name: str, driver: str) -> str:
+        return self.address(name).replace("postgresql:", f"postgresql+{driver}:", 1)
+
+    @abstractmethod
+    def address(self, name: str) -> str:
+        """The URL for libpq."""
+
+    def _execute(self, statement: str, name: str) -> None:
+        with psycopg.connect(self.address("postgres"), autocommit=True) as connection:
+            connection.execute(sql.SQL(statement).format(sql.Identifier(name)))
+
+    def _read_version(self) -> None:
+        with psycopg.connect(self.address("postgres")) as connection:
+            self.version = _numbers(connection.execute("SHOW server_version").fetchall()[0][0])
+
+
+class Embedded(Postgres):
+    """Through our own adapter, with its default durability."""
+
+    label = "embedded PostgreSQL"
+
+    def start(self) -> None:
+        self._postgres = EmbeddedPostgres(database="postgres")
+        try:
+            self._postgres.start()
+        except MissingExtraError as error:
+            raise Missing(str(error)) from error
+        self._read_version()
+
+    def stop(self) -> None:
+        self._postgres.stop()
+
+    def address(self, name: str) -> str:
+        return self._postgres.dsn().replace("@/postgres?", f"@/{name}?", 1)
+
+
+class System(Postgres):
+    """The machine's own PostgreSQL, over TCP."""
+
+    label = "system PostgreSQL"
+
+    def start(self) -> None:
+        data, account = self.folder / "data", _account("postgres")
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+        initdb = found[-1] if found else Path(_program("initdb"))
+        _make_folder(data, account)
+        _run([initdb, "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"], account)
+        self._port = _free_port()
+        settings = (f"port={self._port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
+        command = [str(initdb.with_name("postgres")), "-D", str(data), *(f"--{each}" for each in settings)]
+        self._process = _spawn(command, account, self.folder / "log")
+        _wait_for_answer(self._process, self._read_version, psycopg.OperationalError, self.folder / "log")
+
+    def stop(self) -> None:
+        _end(self._process, signal.SIGQUIT)
+
+    def address(self, name: str) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self._port}/{name}"
+
+
+class MariaDB(DatabaseServer):
+    label = "MariaDB"
+    drivers = ("asyncmy", "aiomysql", "pymysql")
+
+    def start(self) -> None:
+        install, server = _program("mariadb-install-db"), _program("mariadbd")
+        data, account = self.folder / "data", _account("mysql")
+        _make_folder(data, account)
+        place = ["--no-defaults", f"--datadir={data}"]
+        _run([install, *place, "--auth-root-authentication-method=normal", "--skip-test-db"], account)
+        self._port = _free_port()
+        command = [
+            *(server, *place, "--bind-address=127.0.0.1", f"--port={self._port}", "--skip-name-resolve"),
+            *(f"--socket={data / 's'}", f"--pid-file={data / 'pid'}"),
+            *("--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=64M"),
+        ]
+        self._process = _spawn(command, account, self.folder / "log")
+        _wait_for_answer(self._process, self._read_version, pymysql.OperationalError, self.folder / "log")
+
+    def stop(self) -> None:
+        _end(self._process, signal.SIGKILL)
+
+    def create(self, name: str) -> None:
+        self._execute(f"CREATE DATABASE `{name}` CHARACTER SET utf8mb4")
+
+    def drop(self, name: str) -> None:
+        users = self._execute(f"SELECT id FROM information_schema.processlist WHERE db = '{name}'")
+        for (user,) in users:
+            with contextlib.suppress(pymysql.OperationalError):  # gone in the meantime
+                self._execute(f"KILL {user}")
+        self._execute(f"DROP DATABASE IF EXISTS `{name}`")
+
+    def url(self, name: str, driver: str) -> str:
+        return f"mysql+{driver}://root@127.0.0.1:{self._port}/{name}?charset=utf8mb4"
+
+    def _execute(self, statement: str) -> tuple[tuple[object, ...], ...]:
+        connection = pymysql.connect(host="127.0.0.1", port=self._port, user="root", autocommit=True)
+        with connection, connection.cursor() as cursor:
+            cursor.execute(statement)
+            return cursor.fetchall()
+
+    def _read_version(self) -> None:
+        self.version = _numbers(str(self._execute("SELECT version()")[0][0]))
+
+
+class SQLite(DatabaseServer):
+    label = "SQLite"
+    drivers = ("aiosqlite", "pysqlite")
+
+    def start(self) -> None:
+        self.folder.mkdir()
+        self.version = sqlite3.sqlite_version
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def create(self, name: str) -> None:
+        """The first connection creates it."""
+
+    def drop(self, name: str) -> None:
+        for file in self.folder.glob(f"{name}.db*"):
+            file.unlink()
+
+    def url(self, name: str, driver: str) -> str:
+        return f"sqlite+{driver}:///{self.folder / name}.db"
+
+
+class Redis(Server):
+    label = "Redis"
+
+    def start(self) -> None:
+        server = _program("redis-server")
+        self.folder.mkdir()
+        self._port = _free_port()
+        command = [server, "--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(self.folder), "--save", ""]
+        self._process = _spawn(command, None, self.folder / "log")
+        _wait_for_answer(self._process, self._read_version, redis.ConnectionError, self.folder / "log")
+
+    def stop(self) -> None:
+        _end(self._process, signal.SIGKILL)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._port}/0"
+
+    def empty(self) -> None:
+        with redis.Redis.from_url(self.url) as client:
+            client.flushall()
+
+    def _read_version(self) -> None:
+        with redis.Redis.from_url(self.url) as client:
+            self.version = str(client.info("server")["redis_version"])
+
+
+KINDS: dict[str, type[Server]] = {
+    "embedded": Embedded,
+    "system": System,
+    "mariadb": MariaDB,
+    "sqlite": SQLite,
+    "redis": Redis,
+}
+
+
+class Servers:
+    """The servers of this pytest process."""
+
+    def __init__(self) -> None:
+        # Not pytest's own temporary folder: that is closed to the users that root's servers run as.
+        self.folder = Path(tempfile.mkdtemp(prefix="pillarbox-tests-"))
+        self.folder.chmod(0o711)
+        self._asked: dict[str, Server | Exception] = {}
+        self._names = (f"t{number}" for number in count(1))
+        self._exits = contextlib.ExitStack()
+        self._exits.callback(shutil.rmtree, self.folder)
+
+    def get(self, kind: str) -> Server:
+        """The running server of that kind; raises `Missing`."""
+        if kind not in self._asked:
+            self._asked[kind] = self._start(KINDS[kind](self.folder / kind))
+        found = self._asked[kind]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _start(self, server: Server) -> Server | Exception:
+        try:
+            server.start()
+        except Exception as error:  # kept: the next test that asks shall not wait for it again
+            return error
+        self._exits.callback(server.stop)
+        return server
+
+    def create_database(self, kind: str) -> Database:
+        """A new, empty database."""
+        server = self.get(kind)
+        assert isinstance(server, DatabaseServer)
+        database = Database(kind, next(self._names), server)
+        server.create(database.name)
+        return database
+
+    def stop(self) -> None:
+        self._exits.close()
+
+
+def installable(kind: str) -> bool:
+    """Whether `make setup` and `make servers` bring this server here."""
+    return kind in ("embedded", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    """Return as soon as the condition holds; fail with `what` if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds} s in vain: {what}")
+        time.sleep(0.01)
+
+
+def _wait_for_answer(
+    process: subprocess.Popen[bytes], ask: Callable[[], None], refusal: type[Exception], log: Path
+) -> None:
+    def answers() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()}")
+        try:
+            ask()
+        except refusal:
+            return False
+        return True
+
+    try:
+        wait_until(answers, f"{process.args!r} to answer")
+    except BaseException:
+        _end(process, signal.SIGKILL)
+        raise
+
+
+def _program(name: str) -> str:
+    path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin")
+    if path is None:
+        raise Missing(f"{name} is not installed")
+    return path
+
+
+def _account(name: str) -> pwd.struct_passwd | None:
+    """The user that runs a server for root; anybody else runs it himself."""
+    return pwd.getpwnam(name) if os.geteuid() == 0 else None
+
+
+def _make_folder(path: Path, account: pwd.struct_passwd | None) -> None:
+    path.parent.mkdir()
+    path.mkdir(mode=0o700)
+    if account is not None:
+        os.chown(path, account.pw_uid, account.pw_gid)
+
+
+def _run(command: Sequence[str | Path], account: pwd.struct_passwd | None) -> None:
+    done = subprocess.run(
+        command,
+        user=account and account.pw_uid,
+        group=account and account.pw_gid,
+        extra_groups=account and [],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{command!r} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+
+
+def _spawn(command: Sequence[str | Path], account: pwd.struct_passwd | None, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            user=account and account.pw_uid,
+            group=account and account.pw_gid,
+            extra_groups=account and [],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for pytest, which then stops us
+        )
+
+
+def _end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    """Nobody needs the data any more, so the quickest way is good enough."""
+    process.send_signal(how)
+    process.wait(30)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _numbers(version: str) -> str:
+    found = re.match(r"[\d.]+", version)
+    return found.group() if found else version
