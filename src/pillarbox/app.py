@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from uuid import UUID
 
 from sqlalchemy import Connection, Engine, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -129,6 +130,7 @@ class Pillarbox:
                 connection.execute(update(meta).values(shards=self._shards))
             return steps
 
+        await sqlite.use_write_ahead_log(self.engine)
         async with self.engine.begin() as connection:
             steps = await connection.run_sync(bring_up)
         await self.register()
@@ -175,7 +177,7 @@ class Pillarbox:
         session: Session | AsyncSession,
         event: object,
         *,
-        key: object,
+        key: str | UUID,
         tenant: str | None = None,
         ordered: bool = False,
     ) -> None:

@@ -24,19 +24,33 @@ _POSTGRES_GOODBYES = frozenset({"57P01", "57P02", "57P03", "57P05"})
 # The same for MySQL and MariaDB: shutdown, interrupted, killed. Errors of the client library are 2000 to 2999.
 _MYSQL_GOODBYES = frozenset({1053, 1077, 1078, 1079, 1317, 1927, 4031})
 
-_written_on: dict[int, Callable[[], Written]] = {}
-"""Per DBAPI connection with an open transaction: what that transaction has put into the outbox."""
+
+class _Open:
+    """A transaction that has written to the outbox and has not ended."""
+
+    __slots__ = ("held_back", "written")
+
+    def __init__(self, written: Callable[[], Written]) -> None:
+        self.written = written
+        self.held_back: asyncio.Task[object] | None = None
+        """A task that was cancelled while COMMIT was on its way."""
 
 
-def remember(dbapi_connection: object, written: Callable[[], Written]) -> int:
+_open: dict[int, _Open] = {}
+"""By the identity of the connection that will send COMMIT."""
+
+
+def remember(connection: object, written: Callable[[], Written]) -> int:
     """The transaction on this connection writes outbox rows; the handle is for `forget`."""
-    _written_on[id(dbapi_connection)] = written
-    return id(dbapi_connection)
+    _open[id(connection)] = _Open(written)
+    return id(connection)
 
 
 def forget(handle: int) -> None:
-    """The transaction has ended."""
-    _written_on.pop(handle, None)
+    """The transaction has ended and its connection is back in the pool: a cancellation that was held back may come now."""
+    ended = _open.pop(handle, None)
+    if ended is not None and ended.held_back is not None:
+        ended.held_back.cancel()
 
 
 def guard_commits(engine: Engine) -> None:
@@ -55,8 +69,8 @@ def guard_commits(engine: Engine) -> None:
         except Exception as error:
             if was_answered(dialect.name, error):
                 raise
-            written = _written_on.get(id(dbapi_connection))
-            raise CommitOutcomeUnknown(written() if written else ()) from error
+            transaction = _open.get(id(dbapi_connection))
+            raise CommitOutcomeUnknown(transaction.written() if transaction else ()) from error
 
     dialect.do_commit = do_commit
     dialect.pillarbox_guards_commits = True
@@ -100,6 +114,13 @@ async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> N
             await sending
         finally:
             if not sending.cancelled():
-                # Ask again for what was held back: it arrives at the next await, when the session knows what it has
-                # done.
-                task.cancel()
+                _hold_back(task, dbapi_connection)
+
+
+def _hold_back(task: asyncio.Task[object], connection: object) -> None:
+    """Ask again for the cancellation, when the session knows what it has done and has cleaned up."""
+    transaction = _open.get(id(connection))
+    if transaction is not None:
+        transaction.held_back = task
+    else:
+        task.cancel()

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from uuid import UUID
 
 import greenlet
 from sqlalchemy import Connection, inspect, text
@@ -115,6 +116,8 @@ class Collector:
         self._frames: list[_Frame] = []
         self._handle: int | None = None
         self._prepared: object = None
+        self.committed = False
+        """Whether the newest transaction of the session has committed. True from the moment of the database's answer."""
 
     @property
     def session(self) -> Session:
@@ -135,9 +138,9 @@ class Collector:
         self._touched[id(aggregate)] = aggregate
         self._frames[-1].aggregates[id(aggregate)] = aggregate
 
-    def publish(self, event: object, key: object, tenant: str | None, *, ordered: bool) -> None:
+    def publish(self, event: object, key: str | UUID, tenant: str | None, *, ordered: bool) -> None:
         """Record an event without an aggregate. It is checked now and written by the next flush."""
-        checked = check_key("key", key if isinstance(key, str) else str(key), MAX_KEY_BYTES)
+        checked = check_key("key", str(key) if isinstance(key, UUID) else key, MAX_KEY_BYTES)
         if tenant is not None:
             check_key("tenant", tenant, MAX_TENANT_BYTES)
         if ordered and self.session.get_bind().dialect.name not in ("postgresql", "sqlite"):
@@ -231,7 +234,7 @@ class Collector:
         self._lock_keys(connection, wanted)
         self._outbox.append(connection, deliveries)
         if self._handle is None:
-            self._handle = commit.remember(connection.connection.dbapi_connection, self._written)
+            self._handle = commit.remember(connection.connection, self._written)
         return deliveries
 
     def _lock_keys(
@@ -265,11 +268,19 @@ class Collector:
     # -- transactions and savepoints -----------------------------------------------------------------------------------
 
     def begun(self) -> None:
+        if not self._frames:
+            self.committed = False
         self._frames.append(_Frame())
 
     def committing(self) -> None:
         if self._frames:
             self._frames[-1].committed = True
+            self.committed = len(self._frames) == 1
+
+    def rolled_back(self) -> None:
+        """The database has undone the innermost transaction or savepoint; what is not written will never be."""
+        self._touched.clear()
+        self._published.clear()
 
     def ended(self) -> None:
         if not self._frames:
@@ -297,8 +308,7 @@ class Collector:
             state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
             again = state is None or state.transient
             recorded.events = list(recorded.before) if again else []
-        self._touched.clear()
-        self._published.clear()
+        self.rolled_back()
 
 
 class BoundSession(Session):
@@ -411,6 +421,10 @@ def _after_commit(session: BoundSession) -> None:
     session.collector.committing()
 
 
+def _after_rollback(session: BoundSession) -> None:
+    session.collector.rolled_back()
+
+
 def _added(session: BoundSession, instance: object) -> None:
     if isinstance(instance, Aggregate):
         session.collector.attach(instance, new=True)
@@ -443,6 +457,7 @@ _LISTENERS: dict[str, Callable[..., None]] = {
     "after_transaction_create": _after_transaction_create,
     "after_transaction_end": _after_transaction_end,
     "after_commit": _after_commit,
+    "after_rollback": _after_rollback,
     "transient_to_pending": _added,
     "loaded_as_persistent": _arrived,
     "detached_to_persistent": _arrived,

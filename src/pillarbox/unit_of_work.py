@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, Protocol, Self
+from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
@@ -34,7 +35,7 @@ CLEANUP_SECONDS = 10.0
 class EventPublisher(Protocol):
     """All that application code needs to know in order to publish an event without an aggregate."""
 
-    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+    def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         """Record the event; it leaves if and only if the surrounding transaction commits.
 
         ``key`` is the unit of order. Concurrent transactions that publish under one key have no order between them
@@ -49,7 +50,7 @@ class SessionPublisher:
     def __init__(self, session: Session | AsyncSession) -> None:
         self._collector = collector_of(session)
 
-    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+    def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         self._collector.publish(event, key, tenant, ordered=ordered)
 
 
@@ -78,8 +79,11 @@ class UnitOfWork:
         self._savepoint: Any = None
         self._alarm: asyncio.TimerHandle | None = None
         self._token: Token[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] | None = None
-        self.committed = False
-        """Whether the last thing that happened to this unit of work was a successful COMMIT."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether the newest transaction has committed. Right also for a task that was cancelled while COMMIT was on its way."""
+        return hasattr(self, "session") and collector_of(self.session).committed
 
     # -- what people do with it ----------------------------------------------------------------------------------------
 
@@ -91,7 +95,7 @@ class UnitOfWork:
             else:
                 self.session.add(item)
 
-    def publish(self, event: object, *, key: object, tenant: str | None = None, ordered: bool = False) -> None:
+    def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         """See `EventPublisher.publish`."""
         collector_of(self.session).publish(event, key, tenant, ordered=ordered)
 
@@ -103,17 +107,14 @@ class UnitOfWork:
         """Commit what was done so far; the unit of work goes on with a new transaction. Inside another one: release the
         savepoint.
         """
-        self.committed = False
         if self._outer is None:
             await self.session.commit()
         else:
             await self._savepoint.commit()
             self._savepoint = await self.session.begin_nested()
-        self.committed = True
 
     async def rollback(self) -> None:
         """Undo what was done since the last commit; the unit of work goes on with a new transaction."""
-        self.committed = False
         if self._outer is None:
             await self.session.rollback()
         else:
@@ -172,7 +173,6 @@ class UnitOfWork:
         if not self._savepoint.is_active:
             return
         await (self._savepoint.commit() if error is None else self._savepoint.rollback())
-        self.committed = error is None
 
     async def _end(self, error: BaseException | None) -> None:
         try:

@@ -7,13 +7,26 @@ instead of failing when a read turns into a write.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 from sqlalchemy import Connection, Engine, event
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 
 def put_right(engine: Engine) -> None:
     """Make transactions on this engine real ones. Calling it twice is fine."""
     if engine.dialect.name == "sqlite" and not event.contains(engine, "begin", _begin):
         event.listen(engine, "begin", _begin)
+        event.listen(engine, "invalidate", _roll_back)
+
+
+async def use_write_ahead_log(engine: AsyncEngine) -> None:
+    """Let readers and the writer go on side by side: without it, a forgotten cursor keeps every COMMIT out. Kept in the file."""
+    if engine.dialect.name == "sqlite":
+        async with engine.connect() as connection:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
 
 
 def _begin(connection: Connection) -> None:
@@ -23,3 +36,12 @@ def _begin(connection: Connection) -> None:
     if getattr(dbapi_connection, "isolation_level", None) is not None:
         dbapi_connection.isolation_level = None  # type: ignore[union-attr]  # the driver must not begin by itself
     connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _roll_back(dbapi_connection: Any, _record: object, _error: object) -> None:
+    """A connection that is thrown away, after a cancellation say, may have a cursor that somebody still refers to.
+
+    SQLite then keeps the closed connection alive, and with it the transaction and its lock on the file.
+    """
+    with suppress(Exception):
+        dbapi_connection.rollback()

@@ -1,0 +1,297 @@
+"""COMMIT: lost answers and cancelled tasks, with every driver."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import create_engine, select, text
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from pillarbox import CommitOutcomeUnknown, Pillarbox
+from pillarbox.commit import guard_commits, was_answered
+from pillarbox.errors import SessionError
+from tests.conftest import FreshDatabase
+from tests.domain import Order, OrderNoted, order_box, set_up, written
+from tests.proxy import Mode, Proxy
+from tests.servers import Database
+
+ASYNC_DRIVERS = [("system", "asyncpg"), ("system", "psycopg"), ("mariadb", "asyncmy"), ("mariadb", "aiomysql")]
+SYNC_DRIVERS = [("system", "psycopg"), ("system", "psycopg2"), ("mariadb", "pymysql")]
+LOST: list[tuple[Mode, bool]] = [("lose the answer", True), ("lose the question", False)]
+
+
+class TestLostAnswers:
+    """H10: the connection is lost after COMMIT was sent."""
+
+    @pytest.mark.parametrize(("mode", "committed"), LOST)
+    @pytest.mark.parametrize(("kind", "driver"), ASYNC_DRIVERS)
+    async def test_h10_an_async_driver(
+        self, fresh_database: FreshDatabase, kind: str, driver: str, mode: Mode, committed: bool
+    ) -> None:
+        database = fresh_database(kind)
+        async with order_box(database.url()) as direct:
+            await set_up(direct)
+            with Proxy(database.url(driver)) as proxy:
+                async with order_box(proxy.url) as box:
+                    await box.register()
+                    proxy.mode = mode
+                    with pytest.raises(CommitOutcomeUnknown) as caught:
+                        async with box.unit_of_work() as uow:
+                            uow.add(order := Order.place())
+            assert await direct.committed(caught.value) is committed
+            assert await written(direct.engine) == ["placed"] * committed
+            async with direct.unit_of_work() as uow:
+                assert (await uow.session.get(Order, order.id) is not None) is committed
+
+    @pytest.mark.parametrize(("mode", "committed"), LOST)
+    @pytest.mark.parametrize(("kind", "driver"), SYNC_DRIVERS)
+    async def test_h10_a_sync_driver(
+        self, fresh_database: FreshDatabase, kind: str, driver: str, mode: Mode, committed: bool
+    ) -> None:
+        database = fresh_database(kind)
+        async with order_box(database.url()) as box:
+            await set_up(box)
+            with Proxy(database.url(driver)) as proxy:
+                engine = create_engine(proxy.url)
+                sessions = box.bind(sessionmaker(engine))
+                with pytest.raises(CommitOutcomeUnknown) as caught:
+                    await asyncio.to_thread(self._publish, box, sessions, proxy, mode)
+                engine.dispose()
+            assert await box.committed(caught.value) is committed
+            assert await written(box.engine) == ["noted"] * committed
+
+    @staticmethod
+    def _publish(box: Pillarbox, sessions: sessionmaker[object], proxy: Proxy, mode: Mode) -> None:  # type: ignore[type-var]
+        with sessions() as session:
+            box.publish(session, OrderNoted(note="lost?"), key="k")  # type: ignore[arg-type]
+            session.flush()  # type: ignore[attr-defined]
+            proxy.mode = mode
+            session.commit()  # type: ignore[attr-defined]
+
+    async def test_an_own_async_session_learns_it_too(self, fresh_database: FreshDatabase) -> None:
+        database = fresh_database("system")
+        async with order_box(database.url()) as direct:
+            await set_up(direct)
+            with Proxy(database.url()) as proxy:
+                engine = create_async_engine(proxy.url)
+                sessions = direct.bind(async_sessionmaker(engine))
+                with pytest.raises(CommitOutcomeUnknown) as caught:
+                    async with sessions.begin() as session:
+                        direct.publish(session, OrderNoted(note="lost?"), key="k")
+                        await session.flush()
+                        proxy.mode = "lose the answer"
+                await engine.dispose()
+            assert await direct.committed(caught.value)
+
+    async def test_only_rows_that_survived_their_savepoint_are_asked_for(self, fresh_database: FreshDatabase) -> None:
+        database = fresh_database("system")
+        async with order_box(database.url()) as direct:
+            await set_up(direct)
+            with Proxy(database.url()) as proxy:
+                async with order_box(proxy.url) as box:
+                    await box.register()
+                    proxy.mode = "lose the answer"
+                    with pytest.raises(CommitOutcomeUnknown) as caught:
+                        async with box.unit_of_work() as uow:
+                            with pytest.raises(RuntimeError):
+                                async with uow.nested():
+                                    uow.publish(OrderNoted(note="dropped"), key="k")
+                                    await uow.flush()
+                                    raise RuntimeError
+                            uow.publish(kept := OrderNoted(note="kept"), key="k")
+            assert [event_id for event_id, _, _ in caught.value.written] == [kept.event_id]
+            assert await direct.committed(caught.value)
+
+    async def test_the_question_waits_for_a_transaction_that_is_still_at_work(self, postgres_database: Database) -> None:
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            event = OrderNoted(note="slow")
+            async with box.unit_of_work() as uow:
+                uow.publish(event, key="k")
+                await uow.flush()
+                route = box.router.records[0].id
+                asking = asyncio.create_task(box.committed(CommitOutcomeUnknown([(event.event_id, route, 1)])))
+                waiting = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+                async with asyncio.timeout(10), box.engine.connect() as connection:
+                    while not (await connection.execute(waiting)).scalar():
+                        await connection.rollback()
+                assert not asking.done()
+            assert await asking
+
+    async def test_a_transaction_without_events_cannot_be_asked_for(self, sqlite_database: Database) -> None:
+        async with order_box(sqlite_database.url()) as box:
+            with pytest.raises(SessionError, match="wrote nothing"):
+                await box.committed(CommitOutcomeUnknown())
+
+    async def test_a_commit_that_the_server_refuses_is_a_plain_failure(self, postgres_database: Database) -> None:
+        """A deferred constraint fails at COMMIT: the server has answered, and nothing is unknown."""
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            async with box.engine.begin() as connection:
+                await connection.execute(text("CREATE TABLE once (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+            with pytest.raises(DBAPIError, match="once_n_key"):
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="never"), key="k")
+                    await uow.session.execute(text("INSERT INTO once VALUES (1), (1)"))
+            assert await written(box.engine) == []
+
+
+class _PostgresError(Exception):
+    def __init__(self, sqlstate: str | None) -> None:
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("dialect", "error", "answered"),
+    [
+        ("postgresql", _PostgresError("23505"), True),
+        ("postgresql", _PostgresError("40001"), True),
+        ("postgresql", _PostgresError("57P01"), False),
+        ("postgresql", _PostgresError("08006"), False),
+        ("postgresql", _PostgresError(None), False),
+        ("postgresql", ConnectionResetError(), False),
+        ("postgresql", TimeoutError(), False),
+        ("mysql", Exception(1062, "Duplicate entry"), True),
+        ("mysql", Exception(1213, "Deadlock"), True),
+        ("mysql", Exception(2013, "Lost connection"), False),
+        ("mysql", Exception(2006, "Server has gone away"), False),
+        ("mysql", Exception(1053, "Server shutdown in progress"), False),
+        ("mysql", Exception(0, ""), False),
+        ("mariadb", Exception(), False),
+        ("sqlite", Exception("database is locked"), True),
+        ("oracle", Exception("whatever"), False),
+    ],
+)
+def test_what_counts_as_an_answer(dialect: str, error: Exception, answered: bool) -> None:
+    assert was_answered(dialect, error) is answered
+
+
+@pytest.fixture
+async def box(fresh_database: FreshDatabase, request: pytest.FixtureRequest) -> AsyncIterator[Pillarbox]:
+    kind, driver = request.param
+    async with order_box(fresh_database(kind).url(driver)) as box:
+        await set_up(box)
+        yield box
+
+
+class TestCancellation:
+    """H11: the task is cancelled while COMMIT is on its way."""
+
+    @pytest.mark.parametrize("box", [*ASYNC_DRIVERS, ("embedded", "asyncpg"), ("sqlite", "aiosqlite")], indirect=True)
+    async def test_h11_whoever_is_cancelled_can_tell_and_the_ledger_balances(self, box: Pillarbox) -> None:
+        draw = random.Random(11)
+        known: dict[str, bool] = {}
+
+        async def work(number: int) -> None:
+            uow = box.unit_of_work()
+            try:
+                async with uow:
+                    uow.publish(OrderNoted(note=str(number)), key=f"k{number}")
+            finally:
+                known[f"k{number}"] = uow.committed
+
+        async def cancelled_at_random(number: int) -> None:
+            task = asyncio.create_task(work(number))
+            for _ in range(draw.randrange(60)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+
+        for start in range(0, 120, 4):
+            await asyncio.gather(*(cancelled_at_random(number) for number in range(start, start + 4)))
+        rows = {key for (key,) in await written(box.engine, "key")}
+        assert rows == {key for key, committed in known.items() if committed}
+
+    async def test_h11_a_cancellation_during_commit_arrives_after_it(self, postgres_database: Database) -> None:
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, go_on = asyncio.Event(), asyncio.Event()
+            _slow_commit(box.engine.sync_engine, sending, go_on)
+            uow = box.unit_of_work()
+
+            async def work() -> None:
+                async with uow:
+                    uow.publish(OrderNoted(note="in flight"), key="k")
+
+            task = asyncio.create_task(work())
+            await sending.wait()
+            task.cancel()
+            go_on.set()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert uow.committed
+            assert await written(box.engine) == ["noted"]
+
+    async def test_h11_a_time_limit_is_still_a_timeout_error(self, postgres_database: Database) -> None:
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, go_on = asyncio.Event(), asyncio.Event()
+            _slow_commit(box.engine.sync_engine, sending, go_on)
+
+            async def release() -> None:
+                await sending.wait()
+                limit.reschedule(asyncio.get_running_loop().time() - 1)
+                await asyncio.get_running_loop().create_task(_turns(3))
+                go_on.set()
+
+            helper = asyncio.create_task(release())
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(60) as limit, box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="in flight"), key="k")
+            await helper
+            assert await written(box.engine) == ["noted"]
+
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    async def test_h92_cancelled_again_and_again_leaves_no_open_transaction(self, postgres_database: Database, times: int) -> None:
+        async with order_box(create_async_engine(postgres_database.url(), pool_size=1, max_overflow=0)) as box:
+            await set_up(box)
+            opened, never = asyncio.Event(), asyncio.Event()
+
+            async def work() -> None:
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="never"), key="k")
+                    await uow.flush()
+                    opened.set()
+                    await never.wait()
+
+            task = asyncio.create_task(work())
+            await opened.wait()
+            for _ in range(times):
+                task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait([task])
+            async with box.unit_of_work() as uow:
+                assert (await uow.session.execute(select(1))).scalar() == 1
+            assert await written(box.engine) == []
+            await box.engine.dispose()
+
+
+def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -> None:
+    """COMMIT says when it is about to be sent and waits for a sign."""
+    from sqlalchemy.util import await_only
+
+    dialect = engine.dialect
+    guarded = dialect.do_commit
+    plain = type(dialect).do_commit
+
+    def waiting_commit(connection: object) -> None:
+        if not sending.is_set():
+            sending.set()
+            await_only(go_on.wait())
+        plain(dialect, connection)  # type: ignore[arg-type]
+
+    dialect.do_commit = waiting_commit  # type: ignore[method-assign, assignment]
+    dialect.pillarbox_guards_commits = False  # type: ignore[attr-defined]
+    guard_commits(engine)
+    assert dialect.do_commit is not guarded
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,575 @@
+"""The unit of work, hazard by hazard: what a transaction raises is in the outbox if and only if it commits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import event as sqlalchemy_events
+from sqlalchemy import func, select, text, update
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, selectinload
+
+from pillarbox import Aggregate, ConcurrencyError, DuplicateEventError, EventPublisher, Pillarbox
+from pillarbox.errors import (
+    BulkStatementError,
+    HeaderError,
+    NotMigratedError,
+    SessionError,
+    SessionNotBoundError,
+    SessionSharedError,
+)
+from tests.domain import DiscountConsidered, Line, Order, OrderNoted, OrderPlaced, order_box, set_up, written
+from tests.servers import Database
+
+
+@pytest.fixture
+async def box(database: Database) -> AsyncIterator[Pillarbox]:
+    async with order_box(database.url()) as box:
+        await set_up(box)
+        yield box
+
+
+@pytest.fixture
+async def one_box(postgres_database: Database) -> AsyncIterator[Pillarbox]:
+    """For what does not depend on the database."""
+    async with order_box(postgres_database.url()) as box:
+        await set_up(box)
+        yield box
+
+
+async def placed(box: Pillarbox, total: int = 100) -> Order:
+    async with box.unit_of_work() as uow:
+        order = Order.place(total)
+        uow.add(order)
+    return order
+
+
+class TestCommitAndRollback:
+    async def test_state_and_events_commit_together(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Order, order.id)).reprice(90)
+        assert await written(box.engine, "event_type", "aggregate_id", "version") == [
+            ("tests.order.placed", str(order.id), "1"),
+            ("tests.order.repriced", str(order.id), "2"),
+        ]
+
+    async def test_h12_nothing_leaves_a_transaction_that_rolls_back(self, box: Pillarbox) -> None:
+        with pytest.raises(RuntimeError):
+            async with box.unit_of_work() as uow:
+                uow.add(Order.place())
+                await uow.flush()
+                raise RuntimeError
+        assert await written(box.engine) == []
+
+    async def test_several_commits_in_one_unit_of_work(self, box: Pillarbox) -> None:
+        with pytest.raises(RuntimeError):
+            async with box.unit_of_work() as uow:
+                order = Order.place()
+                uow.add(order)
+                await uow.commit()
+                order.reprice(1)
+                await uow.rollback()
+                await uow.session.refresh(order)
+                order.reprice(2)
+                await uow.commit()
+                order.reprice(3)
+                raise RuntimeError
+        assert await written(box.engine) == ["placed", "repriced"]
+
+    async def test_the_session_knows_its_unit_of_work(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            assert uow.session.info["uow"] is uow
+            publisher: EventPublisher = uow
+            publisher.publish(OrderNoted(note="through the port"), key="k")
+        assert await written(one_box.engine) == ["noted"]
+
+    async def test_a_stale_version_is_a_concurrency_error(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.engine.connect() as connection:
+            await connection.execute(text("UPDATE test_orders SET version = version + 1"))
+            await connection.commit()
+        order.reprice(1)
+        with pytest.raises(ConcurrencyError):
+            async with box.unit_of_work() as uow:
+                uow.add(order)
+        assert await written(box.engine) == ["placed"]
+
+    async def test_a_database_without_tables_says_what_to_do(self, postgres_database: Database) -> None:
+        async with order_box(postgres_database.url()) as box:
+            with pytest.raises(NotMigratedError, match="pillarbox migrate"):
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="too early"), key="k")
+
+    async def test_the_box_disposes_only_an_engine_that_it_made(self, sqlite_database: Database) -> None:
+        engine = create_async_engine(sqlite_database.url())
+        async with order_box(engine) as box:
+            await set_up(box)
+        async with engine.connect() as connection:
+            assert (await connection.execute(text("SELECT 1"))).scalar() == 1
+        await engine.dispose()
+
+
+class TestCollection:
+    async def test_h13_an_event_is_collected_once_over_many_flushes(self, box: Pillarbox) -> None:
+        async with box.unit_of_work() as uow:
+            order = Order.place()
+            uow.add(order)
+            for total in range(4):
+                order.total_cents = total
+                await uow.flush()
+        assert await written(box.engine) == ["placed"]
+
+    async def test_h14_autoflush_before_queries_writes_it_once(self, box: Pillarbox) -> None:
+        async with box.unit_of_work() as uow:
+            uow.add(Order.place())
+            for _ in range(3):
+                await uow.session.scalar(select(func.count()).select_from(Order))
+        assert await written(box.engine) == ["placed"]
+
+    async def test_h15_events_raised_by_listeners_during_the_flush_are_collected(self, one_box: Pillarbox) -> None:
+        order = await placed(one_box)
+        async with one_box.unit_of_work() as uow:
+            other = await uow.session.get_one(Order, order.id)
+
+            def answer(session: Session, _context: object) -> None:
+                if any(isinstance(item, Order) for item in session.new):
+                    other.note("answered after the flush")
+
+            sqlalchemy_events.listen(uow.session.sync_session, "after_flush", answer)
+            uow.add(Order.place())
+        assert await written(one_box.engine) == ["placed", "placed", "noted"]
+        assert (await written(one_box.engine, "version"))[-1] == ("2",)
+
+    async def test_h15_a_cycle_of_listeners_is_refused(self, one_box: Pillarbox) -> None:
+        with pytest.raises(SessionError, match="answers every event"):
+            async with one_box.unit_of_work() as uow:
+                seen: list[Order] = []
+
+                def answer(session: Session, _context: object) -> None:
+                    order = Order.place()
+                    seen.append(order)
+                    session.add(order)
+
+                sqlalchemy_events.listen(uow.session.sync_session, "after_flush", answer)
+                uow.add(Order.place())
+        assert await written(one_box.engine) == []
+
+    async def test_events_published_in_a_before_commit_listener_are_written(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            sqlalchemy_events.listen(
+                uow.session.sync_session,
+                "before_commit",
+                lambda _session: uow.publish(OrderNoted(note="at the last moment"), key="k"),
+                once=True,
+            )
+        assert await written(one_box.engine) == ["noted"]
+
+    async def test_h19_bulk_statements_on_aggregates_are_refused_unless_marked(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            for statement in (
+                update(Order).values(total_cents=1),
+                update(Order.__table__).values(total_cents=1),  # type: ignore[arg-type]
+                Order.__table__.delete(),  # type: ignore[attr-defined]
+            ):
+                with pytest.raises(BulkStatementError, match="pillarbox_bulk"):
+                    await uow.session.execute(statement)
+            await uow.session.execute(update(Order).values(total_cents=1).execution_options(pillarbox_bulk=True))
+
+    async def test_h20_an_event_without_a_changed_column_is_written(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Order, order.id)).note("nothing else changed")
+        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.noted", "2")]
+
+    async def test_a_changed_collection_is_no_change_of_the_row_and_it_is_touched(self, one_box: Pillarbox) -> None:
+        order = await placed(one_box)
+        async with one_box.unit_of_work() as uow:
+            loaded = await uow.session.get_one(Order, order.id, options=[selectinload(Order.lines)])
+            loaded.lines.append(Line(article="book"))
+            loaded.note("a line was added")
+        assert (await written(one_box.engine, "version"))[-1] == ("2",)
+
+    async def test_h21_an_aggregate_that_nobody_holds_keeps_its_event(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Order, order.id)).note("dropped at once")
+            gc.collect()
+        assert await written(box.engine) == ["placed", "noted"]
+
+    async def test_h23_events_need_nothing_from_the_database_after_commit(self, one_box: Pillarbox) -> None:
+        order = await placed(one_box)
+        assert order.total_cents == 100
+        assert order.aggregate_version == 1
+
+    async def test_h24_an_event_is_what_it_was_when_it_was_raised(self, one_box: Pillarbox) -> None:
+        from tests.unit.test_event import Listed
+
+        names = ["first"]
+        async with one_box.unit_of_work() as uow:
+            uow.publish(Listed(names=names), key="k")
+            names.append("too late")
+        [(payload,)] = await written(one_box.engine, "payload")
+        assert payload == '{"names":["first"]}'
+
+    async def test_deleted_aggregates_tell_their_last_version_and_one(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            loaded = await uow.session.get_one(Order, order.id)
+            loaded.cancel()
+            await uow.session.delete(loaded)
+        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.cancelled", "2")]
+
+    async def test_events_of_one_flush_are_numbered_and_local_ones_are_not_counted(self, one_box: Pillarbox) -> None:
+        @one_box.subscribe(DiscountConsidered)
+        def consider(event: DiscountConsidered) -> None: ...
+
+        async with one_box.unit_of_work() as uow:
+            order = Order.place()
+            order.raise_event(DiscountConsidered(order_id=order.id))
+            order.note("second")
+            uow.add(order)
+        async with one_box.engine.connect() as connection:
+            rows = (await connection.execute(text("SELECT event_type, headers ->> 'event_index' i, headers ->> 'event_count' c FROM outbox_events"))).all()
+        assert {row.event_type: (row.i, row.c) for row in rows} == {
+            "tests.order.placed": ("0", "2"),
+            "tests.order.discount_considered": ("0", "1"),
+            "tests.order.noted": ("1", "2"),
+        }
+
+    async def test_the_same_event_twice_in_one_session_is_written_once_and_later_refused(self, box: Pillarbox) -> None:
+        event = OrderNoted(note="once")
+        async with box.unit_of_work() as uow:
+            uow.publish(event, key="k")
+            uow.publish(event, key="k")
+            await uow.flush()
+            uow.publish(event, key="k")
+        assert await written(box.engine) == ["noted"]
+        with pytest.raises(DuplicateEventError, match=str(event.event_id)):
+            async with box.unit_of_work() as uow:
+                uow.publish(event, key="k")
+        assert await written(box.engine) == ["noted"]
+
+    async def test_plain_aggregates_are_asked_for_their_events(self, one_box: Pillarbox) -> None:
+        class Basket(Aggregate):
+            id = "basket-1"
+
+        async with one_box.unit_of_work() as uow:
+            basket = Basket()
+            basket.raise_event(OrderNoted(note="from a plain object"))
+            uow.add(basket)
+            basket.raise_event(OrderNoted(note="and another"))
+        assert await written(one_box.engine, "aggregate_id", "aggregate_type", "version") == [("basket-1", "basket", None)] * 2
+
+    async def test_pulled_events_are_not_written(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            order = Order.place()
+            uow.add(order)
+            assert [type(event) for event in order.pull_events()] == [OrderPlaced]
+        assert await written(one_box.engine) == []
+
+    @pytest.mark.parametrize("key", ["", "a\nb", "\ud800", "x" * 513, None, 7])
+    async def test_bad_keys_are_refused_when_the_event_is_published(self, one_box: Pillarbox, key: str) -> None:
+        async with one_box.unit_of_work() as uow:
+            with pytest.raises(HeaderError, match="key"):
+                uow.publish(OrderNoted(note="x"), key=key)
+
+
+class TestSavepoints:
+    async def test_h16_events_of_a_rolled_back_savepoint_are_dropped(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            loaded = await uow.session.get_one(Order, order.id)
+            with pytest.raises(RuntimeError):
+                async with uow.nested():
+                    loaded.reprice(1)
+                    await uow.flush()
+                    raise RuntimeError
+        assert await written(box.engine) == ["placed"]
+
+    @pytest.mark.parametrize("flushed", [True, False])
+    async def test_h17_what_a_savepoint_drained_is_restored_with_the_object(self, box: Pillarbox, flushed: bool) -> None:
+        order = Order.place()
+        async with box.unit_of_work() as uow:
+            with pytest.raises(RuntimeError):
+                async with uow.nested():
+                    uow.add(order)
+                    order.note("raised after it was added: dropped")
+                    if flushed:
+                        await uow.flush()
+                    raise RuntimeError
+            uow.add(order)
+        assert await written(box.engine) == ["placed"]
+
+    async def test_h17_a_change_that_is_redone_raises_its_event_once(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            loaded = await uow.session.get_one(Order, order.id)
+            with pytest.raises(RuntimeError):
+                async with uow.nested():
+                    loaded.reprice(1)
+                    await uow.flush()
+                    raise RuntimeError
+            await uow.session.refresh(loaded)
+            loaded.reprice(1)
+        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.repriced", "2")]
+
+    async def test_a_released_savepoint_rolls_back_with_its_transaction(self, box: Pillarbox) -> None:
+        with pytest.raises(RuntimeError):
+            async with box.unit_of_work() as uow:
+                async with uow.nested():
+                    uow.add(Order.place())
+                raise RuntimeError
+        assert await written(box.engine) == []
+
+    async def test_savepoints_within_savepoints(self, box: Pillarbox) -> None:
+        async with box.unit_of_work() as uow:
+            uow.publish(OrderNoted(note="outside"), key="k")
+            async with uow.nested():
+                uow.publish(OrderNoted(note="kept"), key="k")
+                with pytest.raises(RuntimeError):
+                    async with uow.nested():
+                        uow.publish(OrderNoted(note="dropped"), key="k")
+                        async with uow.nested():
+                            uow.publish(OrderNoted(note="released, then dropped"), key="k")
+                        raise RuntimeError
+            uow.publish(OrderNoted(note="last"), key="k")
+        notes = [payload for (payload,) in await written(box.engine, "payload")]
+        assert notes == ['{"note":"outside"}', '{"note":"kept"}', '{"note":"last"}']
+
+    async def test_h18_a_retry_on_the_same_objects_does_not_double_events(self, box: Pillarbox) -> None:
+        new, old = Order.place(), await placed(box)
+        async with box.unit_of_work() as uow:
+            loaded = await uow.session.get_one(Order, old.id)
+            for attempt in range(3):
+                uow.add(new)
+                loaded.reprice(attempt)
+                await uow.flush()
+                if attempt < 2:
+                    await uow.rollback()
+                    await uow.session.refresh(loaded)
+        assert sorted(await written(box.engine)) == ["placed", "placed", "repriced"]
+
+    async def test_a_failed_flush_leaves_nothing_behind(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        async with box.unit_of_work() as uow:
+            with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
+                async with uow.nested():
+                    uow.add(Order.place(order_id=order.id))
+                    await uow.flush()
+            uow.publish(OrderNoted(note="still here"), key="k")
+        assert await written(box.engine) == ["placed", "noted"]
+
+
+class TestNesting:
+    async def test_h25_a_unit_of_work_inside_another_is_a_savepoint_of_it(self, postgres_database: Database) -> None:
+        engine = create_async_engine(postgres_database.url(), pool_size=1, max_overflow=0, pool_timeout=2)
+        async with order_box(engine) as box:
+            await set_up(box)
+            async with box.unit_of_work(tenant="acme") as outer:
+                async with box.unit_of_work() as inner:
+                    assert inner.session is outer.session
+                    inner.add(Order.place())
+                with pytest.raises(RuntimeError):
+                    async with box.unit_of_work() as failing:
+                        failing.add(Order.place())
+                        raise RuntimeError
+            assert await written(engine, "event_type", "tenant_id") == [("tests.order.placed", "acme")]
+        await engine.dispose()
+
+    async def test_h25_new_transaction_says_that_it_wants_its_own(self, one_box: Pillarbox) -> None:
+        with pytest.raises(RuntimeError):
+            async with one_box.unit_of_work() as outer:
+                outer.add(Order.place())
+                async with one_box.unit_of_work(new_transaction=True) as inner:
+                    inner.publish(OrderNoted(note="kept"), key="k")
+                raise RuntimeError
+        assert await written(one_box.engine) == ["noted"]
+
+    async def test_a_task_started_inside_has_a_transaction_of_its_own(self, one_box: Pillarbox) -> None:
+        async def child() -> None:
+            async with one_box.unit_of_work() as uow:
+                uow.publish(OrderNoted(note="child"), key="k")
+
+        with pytest.raises(RuntimeError):
+            async with one_box.unit_of_work() as uow:
+                uow.add(Order.place())
+                await asyncio.gather(child(), child())
+                raise RuntimeError
+        assert await written(one_box.engine) == ["noted", "noted"]
+
+    async def test_another_tenant_inside_needs_a_transaction_of_its_own(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work(tenant="one"):
+            with pytest.raises(SessionError, match="new_transaction"):
+                async with one_box.unit_of_work(tenant="two"):
+                    pass
+
+
+class TestSharing:
+    async def test_h22_two_tasks_in_one_session_at_once_are_refused(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            results = await asyncio.gather(
+                uow.session.execute(text("SELECT pg_sleep(0.2)")),
+                uow.session.execute(text("SELECT 1")),
+                return_exceptions=True,
+            )
+        assert [type(result) for result in results if isinstance(result, BaseException)] == [SessionSharedError]
+
+    async def test_h22_two_threads_in_one_session_at_once_are_refused(self, postgres_database: Database) -> None:
+        from sqlalchemy import create_engine
+        from sqlalchemy.orm import sessionmaker
+
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            engine = create_engine(postgres_database.url("psycopg"))
+            session = box.bind(sessionmaker(engine))()
+            busy = threading.Event()
+            session.execute(text("SELECT 1"))
+
+            def hold() -> None:
+                with session._alone():  # type: ignore[attr-defined]
+                    busy.set()
+                    released.wait(10)
+
+            released = threading.Event()
+            thread = threading.Thread(target=hold)
+            thread.start()
+            busy.wait(10)
+            with pytest.raises(SessionSharedError):
+                session.execute(text("SELECT 1"))
+            released.set()
+            thread.join()
+            session.execute(text("SELECT 1"))
+            session.close()
+            engine.dispose()
+
+    async def test_h22_handing_a_session_on_is_fine(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            uow.add(Order.place())
+            await asyncio.create_task(uow.flush())
+            await asyncio.wait_for(uow.session.execute(text("SELECT 1")), 5)
+            await asyncio.shield(uow.session.execute(text("SELECT 1")))
+        assert await written(one_box.engine) == ["placed"]
+
+
+class TestLongTransactions:
+    async def test_h26_a_slow_unit_of_work_is_reported_with_its_place(
+        self, postgres_database: Database, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        reported = asyncio.Event()
+
+        class Signal(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                reported.set()
+
+        logging.getLogger("pillarbox").addHandler(handler := Signal())
+        async with order_box(postgres_database.url(), slow_after=0.01) as box, box.unit_of_work():
+            await asyncio.wait_for(reported.wait(), 10)
+        logging.getLogger("pillarbox").removeHandler(handler)
+        assert "test_h26_a_slow_unit_of_work" in caplog.text
+
+    async def test_h26_a_hard_limit_rolls_back(self, one_box: Pillarbox) -> None:
+        never = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            async with one_box.unit_of_work(timeout=0.05) as uow:
+                uow.add(Order.place())
+                await uow.flush()
+                await never.wait()
+        assert await written(one_box.engine) == []
+
+
+class TestOrder:
+    async def test_h05_h113_the_row_is_written_after_the_aggregate_is_locked(self, postgres_database: Database) -> None:
+        """One transaction raises without a change and flushes; a second one must wait until it is done."""
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            order = await placed(box)
+            second_done = asyncio.Event()
+
+            async def second() -> None:
+                async with box.unit_of_work() as uow:
+                    loaded = await uow.session.get_one(Order, order.id, with_for_update=True)
+                    loaded.reprice(2)
+                second_done.set()
+
+            async with box.unit_of_work() as uow:
+                first = await uow.session.get_one(Order, order.id)
+                first.note("raised without a change")
+                await uow.session.execute(select(func.count()).select_from(Order))
+                task = asyncio.create_task(second())
+                await _until_somebody_waits(box)
+                assert not second_done.is_set()
+                first.reprice(1)
+            await task
+            assert await written(box.engine, "event_type", "version") == [
+                ("tests.order.placed", "1"),
+                ("tests.order.noted", "2"),
+                ("tests.order.repriced", "3"),
+                ("tests.order.repriced", "4"),
+            ]
+
+    async def test_ordered_publishing_waits_for_the_transaction_before(self, one_box: Pillarbox) -> None:
+        async def second() -> None:
+            async with one_box.unit_of_work() as uow:
+                uow.publish(OrderNoted(note="second"), key="k", ordered=True)
+
+        async with one_box.unit_of_work() as uow:
+            uow.publish(OrderNoted(note="first"), key="k", ordered=True)
+            await uow.flush()
+            task = asyncio.create_task(second())
+            await _until_somebody_waits(one_box)
+        await task
+        assert [payload for (payload,) in await written(one_box.engine, "payload")] == ['{"note":"first"}', '{"note":"second"}']
+
+    async def test_ordered_publishing_is_refused_where_it_cannot_be_kept(self, mariadb_database: Database) -> None:
+        async with order_box(mariadb_database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                with pytest.raises(SessionError, match="ordered"):
+                    uow.publish(OrderNoted(note="x"), key="k", ordered=True)
+
+
+async def _until_somebody_waits(box: Pillarbox) -> None:
+    """Until a backend of this database waits for a lock."""
+    waiting = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+    async with asyncio.timeout(10), box.engine.connect() as connection:
+        while not (await connection.execute(waiting)).scalar():
+            await connection.rollback()
+
+
+class TestOwnSessions:
+    async def test_a_session_that_is_not_bound_is_refused(self, one_box: Pillarbox) -> None:
+        async with AsyncSession(one_box.engine) as session:
+            with pytest.raises(SessionNotBoundError, match=r"box\.bind"):
+                one_box.publish(session, OrderNoted(note="x"), key="k")
+
+    async def test_binding_twice_is_fine_and_to_another_box_is_not(self, one_box: Pillarbox) -> None:
+        sessions = one_box.bind(async_sessionmaker(one_box.engine))
+        assert one_box.bind(sessions) is sessions
+        with pytest.raises(SessionError, match="another box"):
+            order_box(one_box.engine).bind(sessions)
+
+    async def test_what_was_published_in_a_session_that_is_closed_is_gone(self, one_box: Pillarbox) -> None:
+        session = one_box.bind(async_sessionmaker(one_box.engine))()
+        one_box.publish(session, OrderNoted(note="abandoned"), key="k")
+        await session.close()
+        one_box.publish(session, OrderNoted(note="kept"), key="k")
+        await session.commit()
+        await session.close()
+        assert [payload for (payload,) in await written(one_box.engine, "payload")] == ['{"note":"kept"}']
+
+    async def test_publishing_begins_the_transaction(self, one_box: Pillarbox) -> None:
+        async with one_box.bind(async_sessionmaker(one_box.engine))() as session:
+            one_box.publish(session, OrderNoted(note="x"), key=uuid4())
+            assert session.in_transaction()
+            with pytest.raises(InvalidRequestError):
+                await session.begin()
+            await session.commit()
+        assert await written(one_box.engine) == ["noted"]
