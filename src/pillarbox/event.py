@@ -32,6 +32,7 @@ from .payload import Plain, fields_of, plain_fields
 
 NAME = re.compile(r"[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_-]*)+")
 MAX_NAME = 200
+_BIG_INTEGER = re.compile(r"-?\d{16,}")
 IDENTITY = frozenset({"event_id", "occurred_at"})
 
 Caster = Callable[[dict[str, Any]], dict[str, Any]]
@@ -276,12 +277,22 @@ def _convert(payload: Any, target: type) -> Any:
         return _pydantic(target, payload)
     try:
         return msgspec.convert(payload, target, dec_hook=_pydantic)
-    except msgspec.ValidationError as strict:
-        try:
-            # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
-            return msgspec.convert(payload, target, dec_hook=_pydantic, strict=False)
-        except msgspec.ValidationError:
-            raise _named(strict) from None
+    except msgspec.ValidationError as error:
+        if not _has_big_integer(payload):
+            raise _named(error) from None
+    try:
+        # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
+        return msgspec.convert(payload, target, dec_hook=_pydantic, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(error) from None
+
+
+def _has_big_integer(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_big_integer, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_big_integer, value))
+    return isinstance(value, str) and _BIG_INTEGER.fullmatch(value) is not None
 
 
 def _pydantic(target: type, value: Any) -> Any:
