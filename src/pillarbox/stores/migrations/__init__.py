@@ -1,9 +1,9 @@
 """The database schema, step by step.
 
 A step is a function of Alembic's operations. `migrate` runs the steps that are missing, for people who know nothing of
-Alembic; the files under ``versions`` run the same steps for people whose own Alembic includes them
-(``version_locations``). Which steps have been run is kept in ``pillarbox_meta``, so both ways can be mixed. Steps take
-locks for a bounded time only: a busy table makes them give up, not queue everybody behind them.
+Alembic; `pillarbox.alembic` runs the same steps inside a user's own revisions. Which steps have been run is kept in
+``pillarbox_meta``, so both ways can be mixed. Steps take locks for a bounded time only: a busy table makes them give up,
+not queue everybody behind them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def migration_sql(dialect: Dialect) -> str:
 
 
 def run_step(operations: Operations, number: int) -> None:
-    """Run one step, unless the database has seen it. This is what the files under ``versions`` call."""
+    """Run one step, unless the database has seen it."""
     context = operations.get_context()
     if not context.as_sql:
         assert context.connection is not None

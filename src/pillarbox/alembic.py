@@ -1,0 +1,40 @@
+"""For people whose own Alembic makes the schema: one line in a revision of theirs.
+
+    import pillarbox.alembic
+
+    def upgrade() -> None:
+        pillarbox.alembic.upgrade(op, to=1)
+
+``pillarbox migrate`` does the same without Alembic, and both ways can be mixed: each step is run once. Importing this module, in a
+revision or in ``env.py``, also keeps ``alembic check`` and autogenerate away from Pillarbox's tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alembic.autogenerate import comparators
+from alembic.operations.ops import DropTableOp, ModifyTableOps
+from alembic.util import DispatchPriority
+
+from .errors import ConfigurationError
+from .stores import tables
+from .stores.migrations import STEPS, run_step
+
+
+def upgrade(op: Any, *, to: int) -> None:
+    """Run Pillarbox's steps up to and including ``to``, unless they have been run. ``op`` is Alembic's ``op``."""
+    if not 1 <= to <= len(STEPS):
+        raise ConfigurationError(f"this release of pillarbox knows the steps 1 to {len(STEPS)}, not {to}")
+    for number in range(1, to + 1):
+        run_step(op, number)
+
+
+@comparators.dispatch_for("schema", priority=DispatchPriority.LAST)
+def _leave_our_tables_alone(_context: Any, upgrade_ops: Any, _schemas: Any) -> None:
+    """They are in the database and not in the user's metadata: autogenerate would drop them."""
+    upgrade_ops.ops[:] = [op for op in upgrade_ops.ops if not _is_ours(op)]
+
+
+def _is_ours(op: Any) -> bool:
+    return isinstance(op, (DropTableOp, ModifyTableOps)) and op.table_name in tables.metadata.tables

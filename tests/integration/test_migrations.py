@@ -1,0 +1,225 @@
+"""The schema: made by ourselves or by a user's own Alembic, never fought over."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, create_engine, inspect, select, text, update
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from pillarbox import Pillarbox
+from pillarbox.errors import ConfigurationError, NotMigratedError
+from pillarbox.stores.migrations import STEPS, check_schema, migrate, migration_sql, schema_version
+from pillarbox.stores.tables import metadata, outbox
+from tests.conftest import FreshDatabase
+from tests.domain import Order, OrderNoted, order_box, set_up, written
+from tests.servers import Database
+
+SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqlite": "pysqlite"}
+
+
+@pytest.fixture
+async def engine(database: Database) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(database.url())
+    yield engine
+    await engine.dispose()
+
+
+async def _migrate(engine: AsyncEngine) -> int:
+    async with engine.begin() as connection:
+        return await connection.run_sync(migrate)
+
+
+class TestMigrate:
+    async def test_steps_are_run_once(self, engine: AsyncEngine) -> None:
+        async with engine.connect() as connection:
+            assert await connection.run_sync(schema_version) == 0
+            with pytest.raises(NotMigratedError, match="pillarbox migrate"):
+                await connection.run_sync(check_schema)
+        assert await _migrate(engine) == len(STEPS)
+        assert await _migrate(engine) == 0
+        async with engine.connect() as connection:
+            await connection.run_sync(check_schema)
+
+    async def test_processes_that_migrate_at_once_take_turns(self, engine: AsyncEngine) -> None:
+        if engine.dialect.name == "sqlite":
+            from pillarbox.stores.sqlite import put_right
+
+            put_right(engine.sync_engine)
+        assert sorted(await asyncio.gather(*(_migrate(engine) for _ in range(4)))) == [0, 0, 0, len(STEPS)]
+
+    async def test_the_steps_make_what_the_tables_say(self, engine: AsyncEngine) -> None:
+        await _migrate(engine)
+
+        def differences(connection: Connection) -> list[object]:
+            context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": False})
+            return compare_metadata(context, metadata)
+
+        async with engine.connect() as connection:
+            assert await connection.run_sync(differences) == []
+
+    async def test_a_newer_database_is_not_touched(self, engine: AsyncEngine) -> None:
+        await _migrate(engine)
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE pillarbox_meta SET schema_version = 99"))
+            with pytest.raises(NotMigratedError, match="upgrade pillarbox"):
+                await connection.run_sync(check_schema)
+
+    @pytest.mark.parametrize("dialect", [postgresql.dialect(), mysql.dialect(), sqlite.dialect()], ids=["postgresql", "mysql", "sqlite"])  # type: ignore[no-untyped-call]
+    def test_the_printed_sql_draws_an_install_id_of_its_own(self, dialect: object) -> None:
+        printed = migration_sql(dialect)  # type: ignore[arg-type]
+        assert "CREATE TABLE pillarbox_outbox" in printed
+        assert "CREATE VIEW outbox_events" in printed
+        assert any(function in printed for function in ("gen_random_uuid()", "UUID()", "randomblob(16)"))
+
+    async def test_the_printed_sql_makes_the_same_schema(self, database: Database) -> None:
+        engine = create_engine(database.url(SYNC[database.kind]))
+        with engine.begin() as connection:
+            for statement in _statements(migration_sql(engine.dialect)):
+                connection.exec_driver_sql(statement.replace("%", "%%") if database.kind == "mariadb" else statement)
+            check_schema(connection)
+        engine.dispose()
+        async with order_box(database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                uow.add(Order.place())
+            assert await written(box.engine) == ["placed"]
+
+    async def test_h63_a_busy_table_makes_it_give_up(self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        from pillarbox.stores import migrations
+
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            monkeypatch.setattr(migrations, "LOCK_TIMEOUT_SECONDS", 0.1)
+            monkeypatch.setattr(migrations, "STEPS", (*STEPS, lambda op: op.execute(text("ALTER TABLE pillarbox_outbox ADD extra int"))))
+            async with box.engine.connect() as reader:
+                await reader.execute(select(outbox))
+                with pytest.raises(Exception, match="lock timeout"):
+                    await _migrate(box.engine)
+
+
+def _statements(printed: str) -> list[str]:
+    """Split at the ends of statements; the function's body has none of its own at the end of a line."""
+    return [statement for statement in printed.replace("END\n$$;", "END\n$$;\n").split(";\n\n") if statement.strip()]
+
+
+class TestShards:
+    async def test_the_number_of_shards_is_fixed_when_the_tables_are_made(self, fresh_database: FreshDatabase) -> None:
+        url = fresh_database("sqlite").url()
+        async with order_box(url, shards=4) as box:
+            await set_up(box)
+            lanes = await box.store.take("r", lease=5, limit=100, destinations=["broker"])
+            assert len(lanes) == 4
+        async with order_box(url) as box:  # whoever says nothing takes what is there
+            async with box.unit_of_work() as uow:
+                uow.add(*(Order.place() for _ in range(30)))
+            assert {shard for (shard,) in await written(box.engine, "shard")} == {0, 1, 2, 3}
+        async with order_box(url, shards=8) as box:
+            with pytest.raises(ConfigurationError, match="shards=8"):
+                async with box.unit_of_work() as uow:
+                    uow.add(Order.place())
+
+    def test_senseless_numbers_are_refused(self) -> None:
+        for shards in (0, -1, 5000):
+            with pytest.raises(ConfigurationError, match="shards"):
+                Pillarbox("sqlite+aiosqlite://", shards=shards)
+
+
+class TestView:
+    async def test_people_see_one_table(self, engine: AsyncEngine) -> None:
+        async with order_box(engine) as box:
+            await set_up(box)
+            async with box.unit_of_work(tenant="acme") as uow:
+                uow.add(order := Order.place(7))
+        [row] = await written(engine, "status", "attempts", "route", "destination", "tenant_id", "key", "aggregate_type", "payload", "sent_at")
+        assert row == (
+            "PENDING", 0, "broker:tests.order.events", "broker", "acme", str(order.id), "order",
+            f'{{"order_id":"{order.id}","total_cents":7}}', None,
+        )  # fmt: skip
+
+    async def test_a_bad_body_never_fails_the_view(self, engine: AsyncEngine) -> None:
+        async with order_box(engine) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                for note in ("utf-8", "json", "good"):
+                    uow.publish(OrderNoted(note=note), key="k")
+        async with engine.begin() as connection:
+            await connection.execute(update(outbox).where(outbox.c.id == 1).values(body=b"\xff\xfe\x00"))
+            await connection.execute(update(outbox).where(outbox.c.id == 2).values(body=b"{not json"))
+        assert await written(engine, "payload") == [(None,), (None,), ('{"note":"good"}',)]
+
+
+ENV = """
+from alembic import context
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine
+
+target_metadata = MetaData()
+Table("mine", target_metadata, Column("id", Integer, primary_key=True))
+with create_engine(context.config.get_main_option("sqlalchemy.url")).connect() as connection:
+    context.configure(connection=connection, target_metadata=target_metadata)
+    with context.begin_transaction():
+        context.run_migrations()
+"""
+SCRIPT = '''
+"""${message}"""
+from alembic import op
+import pillarbox.alembic
+import sqlalchemy as sa
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+branch_labels = ${repr(branch_labels)}
+depends_on = ${repr(depends_on)}
+def upgrade():
+    ${upgrades if upgrades else "pass"}
+def downgrade():
+    ${downgrades if downgrades else "pass"}
+'''
+
+
+class TestOwnAlembic:
+    """A user's Alembic that includes ours by one line."""
+
+    @pytest.fixture
+    def project(self, database: Database, tmp_path: Path) -> Path:
+        url = database.url(SYNC[database.kind]).replace("%", "%%")
+        (tmp_path / "versions").mkdir()
+        (tmp_path / "env.py").write_text(ENV)
+        (tmp_path / "script.py.mako").write_text(SCRIPT)
+        (tmp_path / "alembic.ini").write_text(f"[alembic]\nscript_location = %(here)s\npath_separator = os\nsqlalchemy.url = {url}\n")
+        return tmp_path
+
+    def test_upgrade_check_and_autogenerate_leave_our_tables_alone(self, project: Path, database: Database) -> None:
+        _alembic(project, "revision", "--autogenerate", "-m", "mine")
+        [revision] = (project / "versions").glob("*_mine.py")
+        revision.write_text(revision.read_text().replace("def upgrade():", "def upgrade():\n    pillarbox.alembic.upgrade(op, to=1)"))
+        _alembic(project, "upgrade", "head")
+        assert "No new upgrade operations" in _alembic(project, "check")
+        _alembic(project, "revision", "--autogenerate", "-m", "nothing")
+        [nothing] = (project / "versions").glob("*_nothing.py")
+        assert "drop" not in nothing.read_text()
+        engine = create_engine(database.url(SYNC[database.kind]))
+        with engine.connect() as connection:
+            check_schema(connection)
+            assert {"mine", "pillarbox_outbox"} <= set(inspect(connection).get_table_names())
+            assert migrate(connection) == 0  # both ways can be mixed
+        engine.dispose()
+
+    def test_a_step_that_this_release_does_not_know_is_refused(self) -> None:
+        import pillarbox.alembic
+
+        with pytest.raises(ConfigurationError, match=str(len(STEPS))):
+            pillarbox.alembic.upgrade(None, to=len(STEPS) + 1)
+
+
+def _alembic(project: Path, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "alembic", *arguments], cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
