@@ -12,6 +12,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import imports
 import uvloop
 import write
 
@@ -28,9 +29,10 @@ def main() -> None:
             Path(folder).chmod(0o711)  # the server may run as another user, who has to get through
             url = stack.enter_context(EmbeddedPostgres(Path(folder) / "server")).url
         results = uvloop.run(write.measure(url))
+    results |= imports.measure()
     results["write_ratio"] = results["write_ratio_16"]
     results["write_to_hand_ratio"] = results["write_to_hand_ratio_16"]
-    print(write.report(results))
+    print(write.report(results), imports.report(results), sep="\n\n")
     RESULTS.write_text(json.dumps({name: round(value, 3) for name, value in results.items()}, indent=2) + "\n")
     print(f"\nwritten to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
+
+import msgspec
 
 from .retry import RetryPolicy
 
@@ -52,8 +53,7 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRecord:
+class RouteRecord(msgspec.Struct, frozen=True):
     """A route as the database knows it: everything that a relay needs, so that it needs no configuration of its own."""
 
     name: str
@@ -61,7 +61,7 @@ class RouteRecord:
     topic: str
     schema_version: int | None = None
     on_failure: FailurePolicy = FailurePolicy.PARK
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    retry: RetryPolicy = msgspec.field(default_factory=RetryPolicy)
 
     @property
     def id(self) -> int:
@@ -69,8 +69,7 @@ class RouteRecord:
         return stable_hash(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One event, encoded, for one route: a row of the outbox before it is written."""
 
     event_id: UUID
@@ -92,8 +91,7 @@ class Key(NamedTuple):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A stored delivery, as a relay reads it."""
 
     id: int
@@ -111,19 +109,17 @@ class Row:
         return Key(self.tenant, self.key)
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(msgspec.Struct, frozen=True):
     """All that the order and the numbers of a batch depend on. Stored before its first message leaves."""
 
     first_number: int
     count: int
     digest: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """What the store and the transport need beside it: cursors, paused tenants, grouping, partitions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(msgspec.Struct, frozen=True):
     """A lane in the hands of a relay, with the fence that all its writes must pass."""
 
     route: RouteRecord
@@ -142,8 +138,7 @@ class Lane:
     """Keys that have a failed or parked delivery: their new rows go behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(msgspec.Struct, frozen=True):
     """What a lane has to do next."""
 
     redo: tuple[Row, ...]
@@ -154,8 +149,7 @@ class Page:
     """Where the next page starts. Only the store that gave it understands it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """A delivery that was rejected, or that must be tried again through no fault of its own."""
 
     row: int
@@ -167,8 +161,7 @@ class Failure:
     """Seconds until it is due; None: it is dead and needs a person."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """What one turn of a lane decided, before anything is sent."""
 
     items: Sequence[int] = ()
@@ -178,7 +171,7 @@ class Batch:
     parked: Sequence[int] = ()
     """Rows that go behind a failed one of their key."""
     cursor: Any = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 class OutboxStore(Protocol):

@@ -5,8 +5,20 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, BindParameter, DateTime, Dialect, Integer, LargeBinary, String, Text, literal, types
-from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy import (
+    TIMESTAMP,
+    VARBINARY,
+    BigInteger,
+    BindParameter,
+    DateTime,
+    Dialect,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    literal,
+    types,
+)
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -27,7 +39,7 @@ class ByteExact(types.TypeDecorator[str]):
 
     def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
         if dialect.name in ("mysql", "mariadb"):
-            return dialect.type_descriptor(mysql.VARBINARY(self.length))
+            return dialect.type_descriptor(VARBINARY(self.length))
         return dialect.type_descriptor(String(self.length))
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
@@ -45,8 +57,10 @@ class Utc(types.TypeDecorator[datetime]):
 
     def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
         if dialect.name == "postgresql":
-            return dialect.type_descriptor(postgresql.TIMESTAMP(timezone=True))
+            return dialect.type_descriptor(TIMESTAMP(timezone=True))
         if dialect.name in ("mysql", "mariadb"):
+            from sqlalchemy.dialects import mysql  # noqa: PLC0415  loaded already, if this is the dialect
+
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
         return dialect.type_descriptor(DateTime())
 
@@ -61,9 +75,44 @@ class Utc(types.TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-class _JsonText(types.UserDefinedType[str]):
-    """PostgreSQL's json, written and read as the text that it is; the database only has to be able to look into it."""
+class LongBytes(types.TypeDecorator[bytes]):
+    """Bytes of any length; MySQL's default would end at 64 kB."""
 
+    impl = LargeBinary
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
+        if dialect.name in ("mysql", "mariadb"):
+            from sqlalchemy.dialects import mysql  # noqa: PLC0415  loaded already, if this is the dialect
+
+            return dialect.type_descriptor(mysql.LONGBLOB())
+        return dialect.type_descriptor(LargeBinary())
+
+
+class LongText(types.TypeDecorator[str]):
+    """Text of any length; MySQL's default would end at 64 kB."""
+
+    impl = Text
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
+        if dialect.name in ("mysql", "mariadb"):
+            from sqlalchemy.dialects import mysql  # noqa: PLC0415  loaded already, if this is the dialect
+
+            return dialect.type_descriptor(mysql.LONGTEXT())
+        return dialect.type_descriptor(Text())
+
+
+class JsonText(LongText):
+    """JSON, written and read as the text that it is; PostgreSQL keeps it in a column that people can look into."""
+
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
+        return _PostgresJson() if dialect.name == "postgresql" else super().load_dialect_impl(dialect)
+
+
+class _PostgresJson(types.UserDefinedType[str]):
     cache_ok = True
 
     def get_col_spec(self, **_kw: Any) -> str:
@@ -71,9 +120,6 @@ class _JsonText(types.UserDefinedType[str]):
 
 
 AutoId = BigInteger().with_variant(Integer, "sqlite")
-Body = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
-LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
-Headers = LongText.with_variant(_JsonText(), "postgresql")
 Name = String(400)
 
 

@@ -7,9 +7,11 @@ one decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID, uuid4
+
+from msgspec.structs import replace
 
 from .. import clock
 from ..errors import BatchMismatchError, DuplicateEventError, LeaseLostError, StoreError

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from uuid import UUID, uuid4
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import (
     ColumnElement,
     Connection,

@@ -5,6 +5,9 @@
 ``pillarbox_lanes``   one row per route and shard: who owns it, and how far it has come
 ``pillarbox_outbox``  the deliveries
 ``outbox_events``     a view of all of it, for people
+
+Columns only. Indexes and options of one dialect are the migrations' business: naming them here would load every dialect
+of SQLAlchemy with us.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from sqlalchemy import (
     Column,
     Double,
     Identity,
-    Index,
     Integer,
     MetaData,
     SmallInteger,
@@ -26,7 +28,7 @@ from sqlalchemy import (
     text,
 )
 
-from .columns import AutoId, Body, ByteExact, Headers, LongText, Name, Utc, now
+from .columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
 
 metadata = MetaData()
 
@@ -54,7 +56,6 @@ routes = Table(
     Column("retry_cap", Double, nullable=False),
     Column("retry_attempts", Integer, nullable=False),
     Column("updated_at", Utc, nullable=False),
-    mysql_charset="utf8mb4",
 )
 
 lanes = Table(
@@ -71,7 +72,6 @@ lanes = Table(
     Column("announced", LongText),
     Column("tries", Integer, nullable=False, server_default="0"),
     Column("paused", Boolean, nullable=False, server_default=text("false")),
-    mysql_charset="utf8mb4",
 )
 
 outbox = Table(
@@ -86,8 +86,8 @@ outbox = Table(
     Column("topic", Name, nullable=False),
     Column("key", ByteExact(512), nullable=False),
     Column("tenant", ByteExact(200)),
-    Column("headers", Headers, nullable=False),
-    Column("body", Body, nullable=False),
+    Column("headers", JsonText, nullable=False),
+    Column("body", LongBytes, nullable=False),
     Column("created_at", Utc, nullable=False, server_default=now()),
     Column("status", String(10), nullable=False, server_default="PENDING"),
     Column("attempts", Integer, nullable=False, server_default="0"),
@@ -97,15 +97,4 @@ outbox = Table(
     Column("last_error", LongText),
     Column("sent_at", Utc),
     UniqueConstraint("event_id", "route", "schema_version", name="uq_pillarbox_outbox_event"),
-    Index(
-        "ix_pillarbox_outbox_lane",
-        "route",
-        "shard",
-        "status",
-        "id",
-        postgresql_where=text("status <> 'SENT'"),
-        sqlite_where=text("status <> 'SENT'"),
-    ),
-    sqlite_autoincrement=True,
-    mysql_charset="utf8mb4",
 )

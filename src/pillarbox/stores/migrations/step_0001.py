@@ -9,7 +9,7 @@ from alembic.operations import Operations
 
 from ... import clock
 from ...outbox import SHARDS
-from ..columns import AutoId, Body, ByteExact, Headers, LongText, Name, Utc, now
+from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
 
 
 def upgrade(op: Operations) -> None:
@@ -63,8 +63,8 @@ def upgrade(op: Operations) -> None:
         sa.Column("topic", Name, nullable=False),
         sa.Column("key", ByteExact(512), nullable=False),
         sa.Column("tenant", ByteExact(200)),
-        sa.Column("headers", Headers, nullable=False),
-        sa.Column("body", Body, nullable=False),
+        sa.Column("headers", JsonText, nullable=False),
+        sa.Column("body", LongBytes, nullable=False),
         sa.Column("created_at", Utc, nullable=False, server_default=now()),
         sa.Column("status", sa.String(10), nullable=False, server_default="PENDING"),
         sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import uuid4
 
 import pytest
+from msgspec.structs import replace
 
 from ... import clock
 from ...errors import BatchMismatchError, DuplicateEventError, LeaseLostError, StoreError

@@ -1,0 +1,35 @@
+"""What importing costs, in milliseconds of processor time over what it is compared with."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+
+RUNS = 15
+SQLALCHEMY = "import sqlalchemy.ext.asyncio"
+
+
+def measure() -> dict[str, float]:
+    """Pairs of fresh interpreters, with and without; the median of the differences."""
+    return {
+        "import_ms": _difference("import pillarbox", "pass"),
+        "import_box_ms": _difference(f"{SQLALCHEMY}; from pillarbox import Pillarbox", SQLALCHEMY),
+    }
+
+
+def _difference(statement: str, base: str) -> float:
+    _milliseconds(statement)  # writes the byte code
+    return statistics.median(_milliseconds(statement) - _milliseconds(base) for _ in range(RUNS))
+
+
+def _milliseconds(statement: str) -> float:
+    code = f"import time; {statement}; print(time.process_time() * 1000)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def report(results: dict[str, float]) -> str:
+    return (
+        f"import pillarbox: {results['import_ms']:.0f} ms over bare Python\n"
+        f"from pillarbox import Pillarbox: {results['import_box_ms']:.0f} ms over {SQLALCHEMY}"
+    )

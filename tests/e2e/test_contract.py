@@ -1,0 +1,41 @@
+"""The programs in ``tests/contract`` are written from a user's chair, and run unchanged on every database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FreshDatabase
+from tests.servers import Server
+
+CONTRACT = Path(__file__).parent.parent / "contract"
+SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqlite": "pysqlite"}
+
+
+def run(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "error", str(CONTRACT / "run.py"), str(CONTRACT / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", SYNC)
+def test_quickstart(fresh_database: FreshDatabase, kind: str) -> None:
+    assert "2 sent, in order; 1 handled here" in run("quickstart.py", fresh_database(kind).url())
+
+
+@pytest.mark.parametrize("kind", SYNC)
+def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
+    database = fresh_database(kind)
+    assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
+
+
+def test_without_a_database_twice_in_a_row(use_server: Callable[[str], Server]) -> None:
+    use_server("embedded")
+    for _ in range(2):
+        assert "2 sent, in order" in run("quickstart.py")
+        assert "2 sent, in order" in run("own_session.py")

@@ -1,0 +1,57 @@
+"""What users write passes ``mypy --strict``, and what they get wrong does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONTRACT = Path(__file__).parent.parent / "contract"
+# The relay comes later; everything else of the programs is there.
+NOT_YET = '"Pillarbox" has no attribute "relay"'
+
+
+def mypy(*arguments: str, cwd: Path) -> list[str]:
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+@pytest.mark.parametrize("program", ["quickstart.py", "own_session.py"])
+def test_the_contract_programs(program: str, tmp_path: Path) -> None:
+    (tmp_path / program).write_text((CONTRACT / program).read_text())
+    assert [line for line in mypy(program, cwd=tmp_path) if NOT_YET not in line] == []
+
+
+def test_mistakes_are_seen_by_the_type_checker(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        """
+from pillarbox import IntegrationEvent, Pillarbox, Route
+
+class Placed(IntegrationEvent, name="orders.order.placed", version="one"):
+    total: int
+    note: str = ""
+
+Placed(total="much")
+Placed(note="nothing else")
+Placed(1)
+event = Placed(total=1)
+event.total = 2
+Route("a.*", to="broker")
+Pillarbox(tenancy="maybe")
+reveal_type(event.event_id)
+"""
+    )
+    found = "\n".join(mypy("wrong.py", cwd=tmp_path))
+    for complaint in (
+        'wrong.py:4: error: Argument "version"',
+        'wrong.py:8: error: Argument "total"',
+        'wrong.py:9: error: Missing named argument "total"',
+        "wrong.py:10: error: Too many positional arguments",
+        'wrong.py:12: error: Property "total" defined in "Placed" is read-only',
+        'wrong.py:13: error: Missing named argument "topic"',
+        'wrong.py:14: error: Argument "tenancy"',
+        'wrong.py:15: note: Revealed type is "uuid.UUID"',
+    ):
+        assert complaint in found, found
