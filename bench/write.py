@@ -18,7 +18,21 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import BigInteger, Column, DateTime, Integer, LargeBinary, MetaData, Table, Text, func, insert, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    DateTime,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    Uuid,
+    func,
+    insert,
+    text,
+)
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -59,8 +73,12 @@ HAND = Table(
     Column("topic", Text, nullable=False),
     Column("key", Text, nullable=False),
     Column("payload", LargeBinary, nullable=False),
+    Column("headers", JSON),
+    Column("xid", Text, server_default=text("pg_current_xact_id()"), nullable=False),
     Column("created_at", DateTime(timezone=True), server_default=func.now(), nullable=False),
     Column("sent_at", DateTime(timezone=True)),
+    Column("lease_token", Uuid),
+    Column("lease_until", DateTime(timezone=True)),
 )
 
 Transaction = Callable[[int], Awaitable[None]]

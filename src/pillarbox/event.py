@@ -75,20 +75,13 @@ class EventType:
     integration: bool
 
     @cached_property
-    def reader(self) -> Callable[[Any], dict[str, Any]]:
-        """Checks plain values against the annotations and turns them into the fields of this type."""
-        if not issubclass(self.cls, Event):
-            return lambda payload: {"self": _convert(payload, self.cls)}
-        shape = self._shape()
+    def shape(self) -> type:
+        """What plain values are checked against: the annotations, without the identity that our own events add."""
+        return self._shape() if issubclass(self.cls, Event) else self.cls
 
-        def read(payload: Any) -> dict[str, Any]:
-            return {
-                name: value
-                for name, value in msgspec.structs.asdict(_convert(payload, shape)).items()
-                if value is not msgspec.UNSET
-            }
-
-        return read
+    def check(self, payload: Mapping[str, Any]) -> Any:
+        """The payload by its annotations; `PayloadError` names the field that does not fit."""
+        return _convert(payload, self.shape)
 
     def _shape(self) -> type[msgspec.Struct]:
         try:
@@ -111,13 +104,14 @@ class EventType:
     def build(self, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime) -> object:
         """The event that these plain values describe."""
         try:
-            fields = self.reader(dict(payload))
+            checked = self.check(dict(payload))
         except PayloadError as error:
             raise UnknownEventError(
                 f"{self.name} v{self.version} does not fit {self.cls.__qualname__}: {error}"
             ) from error
-        if "self" in fields:
-            return fields["self"]
+        if self.shape is self.cls:
+            return checked
+        fields = {name: value for name, value in msgspec.structs.asdict(checked).items() if value is not msgspec.UNSET}
         return self.cls(**fields, event_id=event_id, occurred_at=occurred_at)
 
 
@@ -255,7 +249,7 @@ def capture(event: object) -> Raised:
             "occurred_at", f"is the naive datetime {occurred_at.isoformat()}: give it a time zone, best UTC"
         )
     payload = plain_fields(fields)
-    kind.reader(payload)
+    kind.check(payload)
     return Raised(event, kind, event_id, occurred_at.astimezone(UTC), payload, current_context(), next(_sequence))
 
 

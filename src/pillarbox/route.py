@@ -73,6 +73,7 @@ class Route:
         except ValueError:
             raise RouteError(f"{self!r}: on_failure is 'park' or 'skip', got {on_failure!r}") from None
         self.record = RouteRecord(self.name, to, topic, version, policy, retry or RetryPolicy())
+        self.id = self.record.id
 
     def __repr__(self) -> str:
         return f"Route({', '.join(map(repr, self.patterns))}, to={self.to!r}, topic={self.topic!r}, name={self.name!r})"
@@ -229,7 +230,7 @@ class Router:
                 Delivery(
                     event_id=raised.event_id,
                     event_type=kind.name,
-                    route=route.record.id,
+                    route=route.id,
                     shard=stable_hash(unit) % self.shards,
                     schema_version=version,
                     topic=route.topic_for(tenant, origin.aggregate_type),
@@ -250,6 +251,9 @@ class Router:
             raise PayloadTooLargeError(
                 f"{largest}: the body has {len(body):,} bytes and {route.to!r} takes {limits.max_body_bytes:,}; this is its largest field"
             )
+        characters = sum(map(len, headers)) + sum(map(len, headers.values()))
+        if characters * 4 <= limits.max_header_bytes:  # no character takes more than four bytes
+            return
         total = sum(len(name) + len(value.encode()) for name, value in headers.items())
         if total > limits.max_header_bytes:
             raise PayloadTooLargeError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 import greenlet
@@ -73,16 +73,19 @@ class Outbox(Protocol):
         ...
 
 
-class _Published:
-    """An event that was published with a key instead of being raised by an aggregate."""
+class _Entry(NamedTuple):
+    """An event on its way into the outbox: raised by an aggregate, or published under a key."""
 
-    __slots__ = ("key", "ordered", "raised", "tenant")
+    raised: Raised
+    aggregate: Aggregate | None = None
+    key: str = ""
+    tenant: str | None = None
+    ordered: bool = False
 
-    def __init__(self, raised: Raised, key: str, tenant: str | None, ordered: bool) -> None:
-        self.raised = raised
-        self.key = key
-        self.tenant = tenant
-        self.ordered = ordered
+    @property
+    def identity(self) -> object:
+        """Which event this is. Foreign classes carry no id: then it is the object itself, which the record keeps."""
+        return self.raised.event_id if isinstance(self.raised.event, Event) else id(self.raised.event)
 
 
 class _Frame:
@@ -112,7 +115,7 @@ class Collector:
         self._session = weakref.ref(session)  # aggregates refer to us: they must not keep the session alive
         self._outbox = outbox
         self._touched: dict[int, Aggregate] = {}
-        self._published: list[_Published] = []
+        self._published: list[_Entry] = []
         self._frames: list[_Frame] = []
         self._handle: int | None = None
         self._prepared: object = None
@@ -148,7 +151,7 @@ class Collector:
                 "ordered=True needs transaction locks, which this database does not have: raise the event from an aggregate"
             )
         self._ensure_begun()
-        self._published.append(_Published(capture(event), checked, tenant, ordered))
+        self._published.append(_Entry(capture(event), None, checked, tenant, ordered))
 
     def attach(self, aggregate: Aggregate, *, new: bool) -> None:
         """The aggregate has come into the session."""
@@ -200,69 +203,57 @@ class Collector:
         return False
 
     def _write(self, deleted: set[int]) -> None:
-        entries: list[tuple[Raised, Aggregate | None, _Published | None]] = [
-            (raised, aggregate, None)
+        entries = [
+            _Entry(raised, aggregate)
             for aggregate in self._touched.values()
             for raised in recorded_by(aggregate).events
         ]
-        entries += [(published.raised, None, published) for published in self._published]
-        if not entries:
-            return
-        entries.sort(key=lambda entry: entry[0].sequence)
-        entries = self._without_repetitions(entries)
-        numbered = origins([_origin(raised, aggregate, published, deleted) for raised, aggregate, published in entries])
-        wanted = [
-            (raised, origin, self._tenant_of(raised, published), published)
-            for (raised, _, published), origin in zip(entries, numbered, strict=True)
-            if self._outbox.goes_anywhere(raised)
-        ]
+        entries = self._without_repetitions(sorted(entries + self._published, key=lambda entry: entry.raised.sequence))
+        numbered = zip(entries, origins([_origin(entry, deleted) for entry in entries]), strict=True)
+        wanted = [(entry, origin) for entry, origin in numbered if self._outbox.goes_anywhere(entry.raised)]
         frame = self._frames[-1]
         if wanted:
             frame.deliveries += self._append(wanted)
-        frame.identities.update(_identity(raised) for raised, _, _ in entries)
+        frame.identities.update(entry.identity for entry in entries)
         for aggregate in self._touched.values():
             recorded_by(aggregate).events.clear()
         self._touched.clear()
         self._published.clear()
 
-    def _append(self, wanted: list[tuple[Raised, Origin, str | None, _Published | None]]) -> list[Delivery]:
+    def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
+        seen = set().union(*(frame.identities for frame in self._frames))
+        first: dict[object, _Entry] = {}
+        for entry in entries:
+            first.setdefault(entry.identity, entry)
+        return [entry for identity, entry in first.items() if identity not in seen]
+
+    def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
         connection = self._outbox.tenancy.connection_of(self.session)
         self._prepared = self._outbox.prepare(connection)
         deliveries = [
-            row for raised, origin, tenant, _ in wanted for row in self._outbox.deliveries(raised, origin, tenant)
+            row
+            for entry, origin in wanted
+            for row in self._outbox.deliveries(entry.raised, origin, self._tenant_of(entry))
         ]
-        self._lock_keys(connection, wanted)
+        self._lock_keys(connection, [entry for entry, _ in wanted if entry.ordered])
         self._outbox.append(connection, deliveries)
         if self._handle is None:
             self._handle = commit.remember(connection.connection, self._written)
         return deliveries
 
-    def _lock_keys(
-        self, connection: Connection, wanted: list[tuple[Raised, Origin, str | None, _Published | None]]
-    ) -> None:
-        """Concurrent transactions that publish under one key, and asked for it, write their rows in the order in which
-        they commit.
-        """
-        asked = {
-            stable_hash(f"{tenant or ''}\n{published.key}")
-            for _, _, tenant, published in wanted
-            if published and published.ordered
-        }
-        for number in sorted(asked) if connection.dialect.name == "postgresql" else ():
-            connection.execute(_LOCK_KEY, {"number": number})
+    def _lock_keys(self, connection: Connection, entries: list[_Entry]) -> None:
+        """Transactions that publish under one key, and asked for it, write their rows in the order in which they commit."""
+        if entries and connection.dialect.name == "postgresql":  # on SQLite there is one writer at a time anyway
+            for number in sorted({stable_hash(f"{self._tenant_of(entry) or ''}\n{entry.key}") for entry in entries}):
+                connection.execute(_LOCK_KEY, {"number": number})
 
     def _written(self) -> commit.Written:
         return [(row.event_id, row.route, row.schema_version) for frame in self._frames for row in frame.deliveries]
 
-    def _without_repetitions(self, entries: list[Any]) -> list[Any]:
-        seen = set().union(*(frame.identities for frame in self._frames))
-        return [entry for entry in entries if (identity := _identity(entry[0])) not in seen and not seen.add(identity)]  # type: ignore[func-returns-value]
-
-    def _tenant_of(self, raised: Raised, published: _Published | None) -> str | None:
-        given = published.tenant if published else None
-        tenant = self._outbox.tenancy.tenant_of(
-            self.session, given or session_tenant(self.session) or raised.context.tenant, raised.type.name
-        )
+    def _tenant_of(self, entry: _Entry) -> str | None:
+        raised = entry.raised
+        given = entry.tenant or session_tenant(self.session) or raised.context.tenant
+        tenant = self._outbox.tenancy.tenant_of(self.session, given, raised.type.name)
         return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
 
     # -- transactions and savepoints -----------------------------------------------------------------------------------
@@ -475,22 +466,14 @@ def _subclasses(cls: type[Aggregate]) -> Iterator[type[Aggregate]]:
         yield from _subclasses(subclass)
 
 
-def _identity(raised: Raised) -> object:
-    """Which event this is. Foreign classes carry no id: for them it is the object itself, which the record keeps alive."""
-    return raised.event_id if isinstance(raised.event, Event) else id(raised.event)
-
-
-def _origin(
-    raised: Raised, aggregate: Aggregate | None, published: _Published | None, deleted: set[int]
-) -> tuple[EventType, str, str, int | None]:
-    if published is not None:
-        return raised.type, default_aggregate_type(raised.type.name), published.key, None
+def _origin(entry: _Entry, deleted: set[int]) -> tuple[EventType, str, str, int | None]:
+    kind, aggregate = entry.raised.type, entry.aggregate
     if aggregate is None:
-        raise SessionError(f"{raised.type.name} was neither raised nor published")
+        return kind, default_aggregate_type(kind.name), entry.key, None
     version = aggregate.aggregate_version
     if version is not None and id(aggregate) in deleted:
         version += 1
-    return raised.type, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
+    return kind, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
 
 
 def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:

@@ -28,6 +28,7 @@ from sqlalchemy import (
     case,
     func,
     insert,
+    literal_column,
     or_,
     select,
     text,
@@ -58,9 +59,9 @@ from .statement import FixedStatement
 from .tables import lanes, meta, outbox, routes
 
 _COLUMNS = ("event_id", "event_type", "route", "shard", "schema_version", "topic", "key", "tenant", "headers", "body")
-_TYPES = {name: outbox.c[name].type for name in _COLUMNS}
 _ARRAYS = ("uuid", "text", "bigint", "integer", "integer", "text", "text", "text", "text", "bytea")
 _ROWS_PER_STATEMENT = 100
+_OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
 
 _ROW = (
     outbox.c.id,
@@ -122,24 +123,23 @@ class QueueStore:
             ) from error
 
     def _append_values(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
-        count = len(deliveries)
-        statement = self._inserts.get((id(connection.dialect), count))
-        if statement is None:
-            statement = self._inserts[id(connection.dialect), count] = _values_insert(connection.dialect, count)
-        values = {
-            f"{name}_{index}": value for index, row in enumerate(deliveries) for name, value in _values(row).items()
-        }
-        statement.execute(connection, values)
+        statement = self._insert(connection.dialect, len(deliveries))
+        statement.execute(connection, [value for row in deliveries for value in _values(row)])
 
     def _append_arrays(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         """One text for any number of rows, so that the driver's statement cache holds one entry and not hundreds."""
-        statement = self._inserts.get((id(connection.dialect), 0))
+        columns = [list(column) for column in zip(*(_values(row) for row in deliveries), strict=True)]
+        columns[0] = [str(event_id) for event_id in columns[0]]
+        self._insert(connection.dialect, 0).execute(connection, columns)
+
+    def _insert(self, dialect: Dialect, rows: int) -> FixedStatement:
+        """The INSERT for a number of rows; for 0, the one that takes arrays."""
+        statement = self._inserts.get((id(dialect), rows))
         if statement is None:
-            statement = self._inserts[id(connection.dialect), 0] = FixedStatement(_ARRAY_INSERT, connection.dialect, {})
-        rows = [_values(row) for row in deliveries]
-        columns = {name: [row[name] for row in rows] for name in _COLUMNS}
-        columns["event_id"] = [str(event_id) for event_id in columns["event_id"]]
-        statement.execute(connection, columns)
+            statement = self._inserts[id(dialect), rows] = (
+                _values_insert(dialect, rows) if rows else _array_insert(dialect)
+            )
+        return statement
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
         """Whether the transaction that wrote this row has committed. Waits for it, if it is still at work.
@@ -272,14 +272,12 @@ def _poll(connection: Connection, lane: Lane, limit: int, paused: list[str]) -> 
     allowed = _of(lane)
     if paused:
         allowed = and_(allowed, or_(outbox.c.tenant.is_(None), outbox.c.tenant.not_in(paused)))
-    fresh = connection.execute(
-        select(*_ROW).where(allowed, outbox.c.status == Status.PENDING).order_by(outbox.c.id).limit(limit)
-    )
+    fresh = connection.execute(select(*_ROW).where(allowed, _is(Status.PENDING)).order_by(outbox.c.id).limit(limit))
     return Page(redo=_redo(connection, lane, allowed, limit), fresh=tuple(_row(row) for row in fresh))
 
 
 def _redo(connection: Connection, lane: Lane, allowed: ColumnElement[bool], limit: int) -> tuple[Row, ...]:
-    due = and_(outbox.c.status == Status.RETRYING, outbox.c.available_at <= from_now())
+    due = and_(_is(Status.RETRYING), outbox.c.available_at <= from_now())
     keys = {
         Key(row.tenant, row.key)
         for row in connection.execute(select(outbox.c.tenant, outbox.c.key).where(allowed, due).limit(limit))
@@ -367,11 +365,13 @@ def _after(connection: Connection, lane: Lane, *, touched: bool) -> Lane:
         return lane
     first = select(func.min(outbox.c.id)).where(_of(lane), _is_waiting(lane)).group_by(outbox.c.tenant, outbox.c.key)
     promoted = connection.scalars(
-        select(outbox.c.id).where(outbox.c.id.in_(first), outbox.c.status == Status.PARKED)
+        select(outbox.c.id).where(_of(lane), _is(Status.PARKED), outbox.c.id.in_(first))
     ).all()
     if promoted:
         connection.execute(
-            update(outbox).where(outbox.c.id.in_(promoted)).values(status=Status.RETRYING, available_at=from_now())
+            update(outbox)
+            .where(_of(lane), _is(Status.PARKED), outbox.c.id.in_(promoted))
+            .values(status=Status.RETRYING, available_at=from_now())
         )
     return replace(lane, waiting=_waiting_keys(connection, lane))
 
@@ -382,7 +382,7 @@ def _fail(connection: Connection, lane: Lane, failures: Sequence[Failure]) -> No
         _expect(
             connection.execute(
                 update(outbox)
-                .where(_of(lane), outbox.c.id == failure.row)
+                .where(_of(lane), _is(*_OPEN), outbox.c.id == failure.row)
                 .values(
                     status=Status.FAILED if dead else Status.RETRYING,
                     attempts=failure.attempts,
@@ -400,7 +400,7 @@ def _park(connection: Connection, lane: Lane, rows: Sequence[int]) -> None:
     if rows:
         changed = connection.execute(
             update(outbox)
-            .where(_of(lane), outbox.c.id.in_(rows))
+            .where(_of(lane), _is(*_OPEN), outbox.c.id.in_(rows))
             .values(status=Status.PARKED, available_at=None, batch=None, number=None)
         )
         _expect(changed.rowcount, len(rows))
@@ -420,7 +420,7 @@ def _mark_sending(connection: Connection, lane: Lane, items: Sequence[int], numb
 def _mark_sent(connection: Connection, lane: Lane) -> None:
     connection.execute(
         update(outbox)
-        .where(_of(lane), outbox.c.status == Status.SENDING, outbox.c.batch == lane.batch)
+        .where(_of(lane), _is(Status.SENDING), outbox.c.batch == lane.batch)
         .values(status=Status.SENT, sent_at=from_now(), available_at=None)
     )
 
@@ -448,6 +448,11 @@ def _of(lane: Lane) -> ColumnElement[bool]:
     return and_(outbox.c.route == lane.route.id, outbox.c.shard == lane.shard)
 
 
+def _is(*statuses: Status) -> ColumnElement[bool]:
+    """The status as a constant: only then does the planner see that the lane's partial index holds all such rows."""
+    return outbox.c.status.in_([literal_column(f"'{status}'") for status in statuses])
+
+
 def _is_waiting(lane: Lane) -> ColumnElement[bool]:
     """Rows that later rows of their key must not overtake."""
     blocking = [
@@ -455,7 +460,7 @@ def _is_waiting(lane: Lane) -> ColumnElement[bool]:
         Status.PARKED,
         *([Status.FAILED] if lane.route.on_failure is FailurePolicy.PARK else []),
     ]
-    return outbox.c.status.in_(blocking)
+    return _is(*blocking)
 
 
 def _waiting_keys(connection: Connection, lane: Lane) -> frozenset[Key]:
@@ -465,9 +470,7 @@ def _waiting_keys(connection: Connection, lane: Lane) -> frozenset[Key]:
 
 def _items(lane: Lane, *columns: Any) -> Any:
     return (
-        select(*columns)
-        .where(_of(lane), outbox.c.status == Status.SENDING, outbox.c.batch == lane.batch)
-        .order_by(outbox.c.number)
+        select(*columns).where(_of(lane), _is(Status.SENDING), outbox.c.batch == lane.batch).order_by(outbox.c.number)
     )
 
 
@@ -498,25 +501,32 @@ def _row(row: Any) -> Row:
     return Row(row.id, row.event_id, row.topic, row.key, row.tenant, headers, bytes(row.body), row.attempts)
 
 
-def _values(row: Delivery) -> dict[str, Any]:
-    return {
-        "event_id": row.event_id,
-        "event_type": row.event_type,
-        "route": row.route,
-        "shard": row.shard,
-        "schema_version": row.schema_version,
-        "topic": row.topic,
-        "key": row.key,
-        "tenant": row.tenant,
-        "headers": msgspec.json.encode(row.headers).decode(),
-        "body": row.body,
-    }
+def _values(row: Delivery) -> tuple[Any, ...]:
+    headers = msgspec.json.encode(row.headers).decode()
+    return (
+        row.event_id,
+        row.event_type,
+        row.route,
+        row.shard,
+        row.schema_version,
+        row.topic,
+        row.key,
+        row.tenant,
+        headers,
+        row.body,
+    )
 
 
 def _values_insert(dialect: Dialect, count: int) -> FixedStatement:
-    rows = [{name: bindparam(f"{name}_{index}", type_=_TYPES[name]) for name in _COLUMNS} for index in range(count)]
-    types = {f"{name}_{index}": _TYPES[name] for name in _COLUMNS for index in range(count)}
-    return FixedStatement(insert(outbox).inline().values(rows), dialect, types)
+    parameters = [(f"{name}_{index}", outbox.c[name].type) for index in range(count) for name in _COLUMNS]
+    rows = [
+        {name: bindparam(f"{name}_{index}", type_=outbox.c[name].type) for name in _COLUMNS} for index in range(count)
+    ]
+    return FixedStatement(insert(outbox).inline().values(rows), dialect, parameters)
+
+
+def _array_insert(dialect: Dialect) -> FixedStatement:
+    return FixedStatement(_ARRAY_INSERT, dialect, [(name, None) for name in _COLUMNS])
 
 
 _ARRAY_INSERT = text(

@@ -6,36 +6,33 @@ statement that every business transaction pays for, that walk costs more than ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, CursorResult, Dialect
+from sqlalchemy import ClauseElement, Connection, Dialect
 from sqlalchemy.types import TypeEngine
-
-_Processor = Callable[[Any], Any]
 
 
 class FixedStatement:
-    """A statement whose text never changes, for one dialect."""
+    """A statement whose text never changes, for one dialect. Values are given in the order of ``parameters``."""
 
     def __init__(
-        self, statement: ClauseElement, dialect: Dialect, types: Mapping[str, TypeEngine[Any]], **compile_kw: Any
+        self, statement: ClauseElement, dialect: Dialect, parameters: Sequence[tuple[str, TypeEngine[Any] | None]]
     ) -> None:
-        compiled: Any = statement.compile(dialect=dialect, **compile_kw)
-        self.text: str = compiled.string
-        self._positional = bool(compiled.positional)
-        self._parameters: list[tuple[str, _Processor | None]] = [
-            (name, types[name].dialect_impl(dialect).bind_processor(dialect) if name in types else None)
-            for name in (compiled.positiontup if self._positional else compiled.params)
-        ]
+        compiled: Any = statement.compile(dialect=dialect)
+        self._text: str = compiled.string
+        self._names: list[str] | None = None if compiled.positional else [name for name, _ in parameters]
+        if compiled.positional and list(compiled.positiontup) != [name for name, _ in parameters]:
+            raise ValueError("the parameters are not named in the order in which the statement uses them")
+        processors = [kind and kind.dialect_impl(dialect).bind_processor(dialect) for _, kind in parameters]
+        self._processors: list[Callable[[Any], Any] | None] | None = processors if any(processors) else None
 
-    def execute(self, connection: Connection, values: Mapping[str, Any]) -> CursorResult[Any]:
-        """Run it. Every parameter must have a value."""
-        if self._positional:
-            return connection.exec_driver_sql(
-                self.text,
-                tuple(process(values[name]) if process else values[name] for name, process in self._parameters),
-            )
-        return connection.exec_driver_sql(
-            self.text, {name: process(values[name]) if process else values[name] for name, process in self._parameters}
-        )
+    def execute(self, connection: Connection, values: Sequence[Any]) -> None:
+        """Run it."""
+        if self._processors is not None:
+            pairs = zip(self._processors, values, strict=True)
+            values = [process(value) if process else value for process, value in pairs]
+        if self._names is None:
+            connection.exec_driver_sql(self._text, tuple(values))
+        else:
+            connection.exec_driver_sql(self._text, dict(zip(self._names, values, strict=True)))

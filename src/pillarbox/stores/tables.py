@@ -6,7 +6,7 @@
 ``pillarbox_outbox``  the deliveries
 ``outbox_events``     a view of all of it, for people
 
-Columns only. Indexes and options of one dialect are the migrations' business: naming them here would load every dialect
+Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load every dialect
 of SQLAlchemy with us.
 """
 
@@ -23,7 +23,6 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
-    UniqueConstraint,
     Uuid,
     text,
 )
@@ -96,5 +95,4 @@ outbox = Table(
     Column("number", BigInteger),
     Column("last_error", LongText),
     Column("sent_at", Utc),
-    UniqueConstraint("event_id", "route", "schema_version", name="uq_pillarbox_outbox_event"),
 )
