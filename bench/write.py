@@ -177,7 +177,7 @@ async def pairs(choices: dict[str, Transaction], connections: int, seconds: floa
     """Every variant in turn, `PAIRS` times; ratios are medians over neighbours."""
     runs: dict[str, list[float]] = {name: [] for name in choices}
     sequence = 0
-    for name, transaction in choices.items():
+    for transaction in choices.values():
         await rate(transaction, connections, seconds / 4, sequence := sequence + 1_000_000)
     for turn in range(PAIRS):
         names = list(choices) if turn % 2 == 0 else list(choices)[::-1]
@@ -205,6 +205,7 @@ def report(results: dict[str, float]) -> str:
         tps = [results[f"write_tps_{name}_{connections}"] for name in ("plain", "hand", "pillarbox")]
         ratios = [results[f"write_{name}_{connections}"] for name in ("ratio", "hand_ratio", "to_hand_ratio")]
         lines.append(
-            f"{connections:11} {tps[0]:8,.0f} {tps[1]:8,.0f} {tps[2]:10,.0f} {ratios[0]:7.2f} {ratios[1]:8.2f} {ratios[2]:8.2f}"
+            f"{connections:11} {tps[0]:8,.0f} {tps[1]:8,.0f} {tps[2]:10,.0f} "
+            f"{ratios[0]:7.2f} {ratios[1]:8.2f} {ratios[2]:8.2f}"
         )
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID, uuid4
@@ -99,3 +100,13 @@ async def written(engine: AsyncEngine, *columns: str) -> Sequence[Any]:
         if not columns:
             return [row.event_type.removeprefix("tests.order.") for row in rows]
         return [tuple(row._mapping[column] for column in columns) for row in rows]
+
+
+async def until_somebody_waits(box: Pillarbox) -> None:
+    """Until a backend of this database waits for a lock."""
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    async with asyncio.timeout(10), box.engine.connect() as connection:
+        while not (await connection.execute(waiting)).scalar():
+            await connection.rollback()

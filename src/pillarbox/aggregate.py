@@ -69,7 +69,7 @@ class Aggregate:
         parts = mapper.primary_key_from_instance(self) if mapper is not None else [getattr(self, "id", None)]
         if any(part is None for part in parts):
             raise EventError(
-                f"{type(self).__name__} has no identity yet: give it an id when it is made, or define `aggregate_id` on the class"
+                f"{type(self).__name__} has no identity yet: give it an id when it is made, or define `aggregate_id`"
             )
         return ":".join(str(part) for part in parts)
 
@@ -87,7 +87,7 @@ class Aggregate:
 
 
 def recorded_by(aggregate: Aggregate) -> Recorded:
-    """The record of an aggregate; SQLAlchemy makes instances without calling ``__init__``, so it is made on first use."""
+    """The record of an aggregate. SQLAlchemy makes instances without ``__init__``, so it is made on first use."""
     recorded: Recorded | None = aggregate.__dict__.get(_SLOT)
     if recorded is None:
         recorded = aggregate.__dict__[_SLOT] = Recorded()

@@ -5,8 +5,8 @@
     def upgrade() -> None:
         pillarbox.alembic.upgrade(op, to=1)
 
-``pillarbox migrate`` does the same without Alembic, and both ways can be mixed: each step is run once. Importing this module, in a
-revision or in ``env.py``, also keeps ``alembic check`` and autogenerate away from Pillarbox's tables.
+``pillarbox migrate`` does the same without Alembic, and both ways can be mixed: each step is run once. Importing this
+module, in a revision or in ``env.py``, also keeps ``alembic check`` and autogenerate away from Pillarbox's tables.
 """
 
 from __future__ import annotations

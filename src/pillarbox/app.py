@@ -122,7 +122,7 @@ class Pillarbox:
 
     async def migrate(self) -> int:
         """Bring the database to the schema of this release, and register the routes; how many steps that took."""
-        from .stores.migrations import migrate
+        from .stores.migrations import migrate  # noqa: PLC0415  Alembic is for those who migrate
 
         def bring_up(connection: Connection) -> int:
             steps = migrate(connection)
@@ -137,7 +137,7 @@ class Pillarbox:
         return steps
 
     async def register(self) -> None:
-        """Make the routes and handlers of this box known to the relays. Done by itself before the first row is written."""
+        """Make the routes and handlers of this box known to relays. The first row that is written does it by itself."""
         async with self.engine.begin() as connection:
             prepared = await connection.run_sync(self._outbox.prepare)
         self._outbox.committed([], prepared)

@@ -47,7 +47,7 @@ def remember(connection: object, written: Callable[[], Written]) -> int:
 
 
 def forget(handle: int) -> None:
-    """The transaction has ended and its connection is back in the pool: a cancellation that was held back may come now."""
+    """The transaction has ended and its connection is back: a cancellation that was held back may come now."""
     ended = _open.pop(handle, None)
     if ended is not None and ended.held_back is not None:
         ended.held_back.cancel()
@@ -101,7 +101,7 @@ def _first(error: BaseException, *names: str) -> object:
 
 
 async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
-    """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one means it and gives up."""
+    """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one gives up."""
     sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
     task = asyncio.current_task()
     try:

@@ -58,7 +58,9 @@ class Event(_Declared):
     """
 
     event_id: UUID = dataclasses.field(default_factory=lambda: clock.current().new_id(), compare=False)
-    occurred_at: datetime = dataclasses.field(default_factory=lambda: clock.current().now(), compare=False)
+    occurred_at: datetime = dataclasses.field(
+        default_factory=lambda: clock.current().now(), compare=False, kw_only=True
+    )
 
 
 class IntegrationEvent(Event):
@@ -124,7 +126,7 @@ class Registry:
         self._casters: dict[tuple[str, int, int], Caster] = {}
 
     def register(self, cls: type, *, name: str, version: int = 1, integration: bool = True) -> EventType:
-        """Give a type its name. A name and version belong to one type; a module that is loaded again replaces its own."""
+        """Give a type its name. Name and version belong to one type; a module that is loaded again replaces its own."""
         if not NAME.fullmatch(name) or len(name) > MAX_NAME:
             raise ConfigurationError(
                 f"{cls.__qualname__}: {name!r} is not an event name; "
@@ -218,8 +220,7 @@ def downcaster(name: str, *, from_version: int) -> Callable[[_Cast], _Cast]:
     return registry.caster(name, from_version, from_version - 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Raised:
+class Raised(msgspec.Struct, frozen=True, eq=False):
     """An event as it was when it was raised: its identity, its time and its exact content."""
 
     event: object

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
+
+import msgspec
 
 from .codec import Codec, Content
 from .context import check_header
@@ -108,7 +109,8 @@ class Route:
         for pattern in self.patterns:
             if not isinstance(pattern, str) or not PATTERN.fullmatch(pattern):
                 raise RouteError(
-                    f"{self!r}: {pattern!r} is not a pattern; write 'orders.order.placed', 'orders.order.*' or 'orders.**'"
+                    f"{self!r}: {pattern!r} is not a pattern; "
+                    "write 'orders.order.placed', 'orders.order.*' or 'orders.**'"
                 )
         for first, second in combinations(self.patterns, 2):
             if _intersects(first.split("."), second.split(".")):
@@ -146,16 +148,17 @@ def check_routes(routes: Sequence[Route], transports: Iterable[str]) -> None:
         same_place = one.to == other.to and one.version == other.version
         if same_place and one.topic == other.topic:
             raise RouteError(
-                f"two routes share one topic, which would break its order: {one!r} and {other!r}; join their patterns in one route"
+                f"two routes share one topic, which would break its order: {one!r} and {other!r}; "
+                "join their patterns in one route"
             )
         if same_place and one.overlaps(other) and not (one.copy or other.copy):
             raise RouteError(
-                f"two routes overlap: {one!r} and {other!r}; narrow the patterns, or say copy=True on the one that takes copies"
+                f"two routes overlap: {one!r} and {other!r}; "
+                "narrow the patterns, or say copy=True on the one that takes copies"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Where a raised event comes from: the aggregate, or just a key."""
 
     aggregate_type: str
@@ -249,7 +252,8 @@ class Router:
         if len(body) > limits.max_body_bytes:
             largest = max(payload, key=lambda name: len(str(payload[name])), default="payload")
             raise PayloadTooLargeError(
-                f"{largest}: the body has {len(body):,} bytes and {route.to!r} takes {limits.max_body_bytes:,}; this is its largest field"
+                f"{largest}: the body has {len(body):,} bytes and {route.to!r} takes {limits.max_body_bytes:,}; "
+                "this is its largest field"
             )
         characters = sum(map(len, headers)) + sum(map(len, headers.values()))
         if characters * 4 <= limits.max_header_bytes:  # no character takes more than four bytes

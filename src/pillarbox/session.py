@@ -120,7 +120,8 @@ class Collector:
         self._handle: int | None = None
         self._prepared: object = None
         self.committed = False
-        """Whether the newest transaction of the session has committed. True from the moment of the database's answer."""
+        """Whether the newest transaction of the session has committed. True from the moment of the database's answer.
+        """
 
     @property
     def session(self) -> Session:
@@ -148,7 +149,8 @@ class Collector:
             check_key("tenant", tenant, MAX_TENANT_BYTES)
         if ordered and self.session.get_bind().dialect.name not in ("postgresql", "sqlite"):
             raise SessionError(
-                "ordered=True needs transaction locks, which this database does not have: raise the event from an aggregate"
+                "ordered=True needs transaction locks, which this database does not have: "
+                "raise the event from an aggregate"
             )
         self._ensure_begun()
         self._published.append(_Entry(capture(event), None, checked, tenant, ordered))
@@ -188,7 +190,8 @@ class Collector:
                 self._write(deleted)
                 return
         raise SessionError(
-            f"events were still being raised after {MAX_ROUNDS} flushes: a listener answers every event with another one"
+            f"events were still being raised after {MAX_ROUNDS} flushes: "
+            "a listener answers every event with another one"
         )
 
     def _prepare_row(self, aggregate: Aggregate) -> bool:
@@ -242,7 +245,9 @@ class Collector:
         return deliveries
 
     def _lock_keys(self, connection: Connection, entries: list[_Entry]) -> None:
-        """Transactions that publish under one key, and asked for it, write their rows in the order in which they commit."""
+        """Transactions that publish under one key, and asked for it, write their rows in the order in which they
+        commit.
+        """
         if entries and connection.dialect.name == "postgresql":  # on SQLite there is one writer at a time anyway
             for number in sorted({stable_hash(f"{self._tenant_of(entry) or ''}\n{entry.key}") for entry in entries}):
                 connection.execute(_LOCK_KEY, {"number": number})
@@ -354,7 +359,8 @@ class BoundSession(Session):
             return
         if holder is not None and not holder.dead:
             raise SessionSharedError(
-                "two tasks or threads use one session at the same time; give each its own (handing a session on is fine)"
+                "two tasks or threads use one session at the same time; give each its own "
+                "(handing a session on is fine)"
             )
         self._holder = me
         try:
@@ -381,7 +387,8 @@ def collector_of(session: Session | AsyncSession) -> Collector:
     plain = session.sync_session if isinstance(session, AsyncSession) else session
     if not isinstance(plain, BoundSession):
         raise SessionNotBoundError(
-            "this session does not belong to the box: make it with a sessionmaker that went through box.bind(...), or use box.unit_of_work()"
+            "this session does not belong to the box: make it with a sessionmaker that went through box.bind(...), "
+            "or use box.unit_of_work()"
         )
     return plain.collector
 
@@ -439,8 +446,8 @@ def _refuse_bulk(state: ORMExecuteState) -> None:
         mapper = owner.__dict__.get("__mapper__")
         if mapper is not None and table in mapper.tables:
             raise BulkStatementError(
-                f"a bulk statement on {owner.__name__} changes aggregates without raising their events; load them, or mark the statement "
-                f"with .execution_options({BULK_ALLOWED}=True) if that is meant"
+                f"a bulk statement on {owner.__name__} changes aggregates without raising their events; "
+                f"load them, or mark the statement with .execution_options({BULK_ALLOWED}=True) if that is meant"
             )
 
 
@@ -489,7 +496,8 @@ def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:
             return
     if versioned is None:
         raise SessionError(
-            f"{type(aggregate).__name__} has no column besides its key: its row cannot be locked, so its events would have no order. "
+            f"{type(aggregate).__name__} has no column besides its key: its row cannot be locked, "
+            "so its events would have no order. "
             "Give it a version column (version_id_col)."
         )
     attribute = mapper.get_property_by_column(versioned).key

@@ -82,7 +82,9 @@ class UnitOfWork:
 
     @property
     def committed(self) -> bool:
-        """Whether the newest transaction has committed. Right also for a task that was cancelled while COMMIT was on its way."""
+        """Whether the newest transaction has committed. Right also for a task that was cancelled while COMMIT was on
+        its way.
+        """
         return hasattr(self, "session") and collector_of(self.session).committed
 
     # -- what people do with it ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Runs a contract program unchanged: ``python run.py PROGRAM [URL ...]``.
 
-Until the relay is there, a stand-in claims the rows from the store, hands them to the memory transport and the handlers, and
-settles them; everything else is the real thing.
+Until the relay is there, a stand-in claims the rows from the store, hands them to the memory transport and the
+handlers, and settles them; everything else is the real thing.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ class StandIn:
 
 
 if __name__ == "__main__":
-    Pillarbox.relay = lambda self: StandIn(self)  # type: ignore[attr-defined]
+    Pillarbox.relay = property(lambda box: lambda: StandIn(box))  # type: ignore[attr-defined]
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

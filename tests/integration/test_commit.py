@@ -11,13 +11,13 @@ from sqlalchemy import create_engine, select, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
 from pillarbox import CommitOutcomeUnknown, Pillarbox
 from pillarbox.commit import guard_commits, was_answered
 from pillarbox.errors import SessionError
 from tests.conftest import FreshDatabase
-from tests.domain import Order, OrderNoted, order_box, set_up, written
+from tests.domain import Order, OrderNoted, order_box, set_up, until_somebody_waits, written
 from tests.proxy import Mode, Proxy
 from tests.servers import Database
 
@@ -67,12 +67,12 @@ class TestLostAnswers:
             assert await written(box.engine) == ["noted"] * committed
 
     @staticmethod
-    def _publish(box: Pillarbox, sessions: sessionmaker[object], proxy: Proxy, mode: Mode) -> None:  # type: ignore[type-var]
+    def _publish(box: Pillarbox, sessions: sessionmaker[Session], proxy: Proxy, mode: Mode) -> None:
         with sessions() as session:
-            box.publish(session, OrderNoted(note="lost?"), key="k")  # type: ignore[arg-type]
-            session.flush()  # type: ignore[attr-defined]
+            box.publish(session, OrderNoted(note="lost?"), key="k")
+            session.flush()
             proxy.mode = mode
-            session.commit()  # type: ignore[attr-defined]
+            session.commit()
 
     async def test_an_own_async_session_learns_it_too(self, fresh_database: FreshDatabase) -> None:
         database = fresh_database("system")
@@ -108,7 +108,9 @@ class TestLostAnswers:
             assert [event_id for event_id, _, _ in caught.value.written] == [kept.event_id]
             assert await direct.committed(caught.value)
 
-    async def test_the_question_waits_for_a_transaction_that_is_still_at_work(self, postgres_database: Database) -> None:
+    async def test_the_question_waits_for_a_transaction_that_is_still_at_work(
+        self, postgres_database: Database
+    ) -> None:
         async with order_box(postgres_database.url()) as box:
             await set_up(box)
             event = OrderNoted(note="slow")
@@ -117,10 +119,7 @@ class TestLostAnswers:
                 await uow.flush()
                 route = box.router.records[0].id
                 asking = asyncio.create_task(box.committed(CommitOutcomeUnknown([(event.event_id, route, 1)])))
-                waiting = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
-                async with asyncio.timeout(10), box.engine.connect() as connection:
-                    while not (await connection.execute(waiting)).scalar():
-                        await connection.rollback()
+                await until_somebody_waits(box)
                 assert not asking.done()
             assert await asking
 
@@ -248,7 +247,9 @@ class TestCancellation:
             assert await written(box.engine) == ["noted"]
 
     @pytest.mark.parametrize("times", [1, 2, 3])
-    async def test_h92_cancelled_again_and_again_leaves_no_open_transaction(self, postgres_database: Database, times: int) -> None:
+    async def test_h92_cancelled_again_and_again_leaves_no_open_transaction(
+        self, postgres_database: Database, times: int
+    ) -> None:
         async with order_box(create_async_engine(postgres_database.url(), pool_size=1, max_overflow=0)) as box:
             await set_up(box)
             opened, never = asyncio.Event(), asyncio.Event()

@@ -25,7 +25,17 @@ from pillarbox.errors import (
     SessionNotBoundError,
     SessionSharedError,
 )
-from tests.domain import DiscountConsidered, Line, Order, OrderNoted, OrderPlaced, order_box, set_up, written
+from tests.domain import (
+    DiscountConsidered,
+    Line,
+    Order,
+    OrderNoted,
+    OrderPlaced,
+    order_box,
+    set_up,
+    until_somebody_waits,
+    written,
+)
 from tests.servers import Database
 
 
@@ -187,7 +197,10 @@ class TestCollection:
         order = await placed(box)
         async with box.unit_of_work() as uow:
             (await uow.session.get_one(Order, order.id)).note("nothing else changed")
-        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.noted", "2")]
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.noted", "2"),
+        ]
 
     async def test_a_changed_collection_is_no_change_of_the_row_and_it_is_touched(self, one_box: Pillarbox) -> None:
         order = await placed(one_box)
@@ -225,7 +238,10 @@ class TestCollection:
             loaded = await uow.session.get_one(Order, order.id)
             loaded.cancel()
             await uow.session.delete(loaded)
-        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.cancelled", "2")]
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.cancelled", "2"),
+        ]
 
     async def test_events_of_one_flush_are_numbered_and_local_ones_are_not_counted(self, one_box: Pillarbox) -> None:
         @one_box.subscribe(DiscountConsidered)
@@ -237,7 +253,13 @@ class TestCollection:
             order.note("second")
             uow.add(order)
         async with one_box.engine.connect() as connection:
-            rows = (await connection.execute(text("SELECT event_type, headers ->> 'event_index' i, headers ->> 'event_count' c FROM outbox_events"))).all()
+            rows = (
+                await connection.execute(
+                    text(
+                        "SELECT event_type, headers ->> 'event_index' i, headers ->> 'event_count' c FROM outbox_events"
+                    )
+                )
+            ).all()
         assert {row.event_type: (row.i, row.c) for row in rows} == {
             "tests.order.placed": ("0", "2"),
             "tests.order.discount_considered": ("0", "1"),
@@ -266,7 +288,10 @@ class TestCollection:
             basket.raise_event(OrderNoted(note="from a plain object"))
             uow.add(basket)
             basket.raise_event(OrderNoted(note="and another"))
-        assert await written(one_box.engine, "aggregate_id", "aggregate_type", "version") == [("basket-1", "basket", None)] * 2
+        assert (
+            await written(one_box.engine, "aggregate_id", "aggregate_type", "version")
+            == [("basket-1", "basket", None)] * 2
+        )
 
     async def test_pulled_events_are_not_written(self, one_box: Pillarbox) -> None:
         async with one_box.unit_of_work() as uow:
@@ -295,7 +320,9 @@ class TestSavepoints:
         assert await written(box.engine) == ["placed"]
 
     @pytest.mark.parametrize("flushed", [True, False])
-    async def test_h17_what_a_savepoint_drained_is_restored_with_the_object(self, box: Pillarbox, flushed: bool) -> None:
+    async def test_h17_what_a_savepoint_drained_is_restored_with_the_object(
+        self, box: Pillarbox, flushed: bool
+    ) -> None:
         order = Order.place()
         async with box.unit_of_work() as uow:
             with pytest.raises(RuntimeError):
@@ -319,7 +346,10 @@ class TestSavepoints:
                     raise RuntimeError
             await uow.session.refresh(loaded)
             loaded.reprice(1)
-        assert await written(box.engine, "event_type", "version") == [("tests.order.placed", "1"), ("tests.order.repriced", "2")]
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.repriced", "2"),
+        ]
 
     async def test_a_released_savepoint_rolls_back_with_its_transaction(self, box: Pillarbox) -> None:
         with pytest.raises(RuntimeError):
@@ -466,7 +496,7 @@ class TestLongTransactions:
         reported = asyncio.Event()
 
         class Signal(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
+            def emit(self, _record: logging.LogRecord) -> None:
                 reported.set()
 
         logging.getLogger("pillarbox").addHandler(handler := Signal())
@@ -504,7 +534,7 @@ class TestOrder:
                 first.note("raised without a change")
                 await uow.session.execute(select(func.count()).select_from(Order))
                 task = asyncio.create_task(second())
-                await _until_somebody_waits(box)
+                await until_somebody_waits(box)
                 assert not second_done.is_set()
                 first.reprice(1)
             await task
@@ -524,9 +554,12 @@ class TestOrder:
             uow.publish(OrderNoted(note="first"), key="k", ordered=True)
             await uow.flush()
             task = asyncio.create_task(second())
-            await _until_somebody_waits(one_box)
+            await until_somebody_waits(one_box)
         await task
-        assert [payload for (payload,) in await written(one_box.engine, "payload")] == ['{"note":"first"}', '{"note":"second"}']
+        assert [payload for (payload,) in await written(one_box.engine, "payload")] == [
+            '{"note":"first"}',
+            '{"note":"second"}',
+        ]
 
     async def test_ordered_publishing_is_refused_where_it_cannot_be_kept(self, mariadb_database: Database) -> None:
         async with order_box(mariadb_database.url()) as box:
@@ -534,14 +567,6 @@ class TestOrder:
             async with box.unit_of_work() as uow:
                 with pytest.raises(SessionError, match="ordered"):
                     uow.publish(OrderNoted(note="x"), key="k", ordered=True)
-
-
-async def _until_somebody_waits(box: Pillarbox) -> None:
-    """Until a backend of this database waits for a lock."""
-    waiting = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
-    async with asyncio.timeout(10), box.engine.connect() as connection:
-        while not (await connection.execute(waiting)).scalar():
-            await connection.rollback()
 
 
 class TestOwnSessions:
@@ -570,6 +595,6 @@ class TestOwnSessions:
             one_box.publish(session, OrderNoted(note="x"), key=uuid4())
             assert session.in_transaction()
             with pytest.raises(InvalidRequestError):
-                await session.begin()
+                session.sync_session.begin()
             await session.commit()
         assert await written(one_box.engine) == ["noted"]

@@ -1,8 +1,8 @@
 """Random programs on the write side, against a model that says what must be in the outbox.
 
-Each run is a random nest of savepoints, flushes, queries, rollbacks, failures, commits and cancellations over several aggregates and
-tenants. The model knows only the rules (`pillarbox.session`), not the code; after every run the outbox must hold exactly
-the model's events, in the model's order.
+Each run is a random nest of savepoints, flushes, queries, rollbacks, failures, commits and cancellations over several
+aggregates and tenants. The model knows only the rules (`pillarbox.session`), not the code; after every run the outbox
+must hold exactly the model's events, in the model's order.
 
     python -m tests.prove.fuzz --runs 5000 --seed 7 --database sqlite --database postgres
 """
@@ -143,7 +143,9 @@ class Run:
             self.model.rollback(self.before)
         except asyncio.CancelledError:
             # Only a COMMIT that was under way can have gone through; whoever was cancelled can tell.
-            self.model.commit() if collector_of(uow.session).committed and self._was_committing() else self.model.rollback(self.before)
+            self.model.commit() if collector_of(
+                uow.session
+            ).committed and self._was_committing() else self.model.rollback(self.before)
             raise
         else:
             self.model.commit()
@@ -305,14 +307,22 @@ async def fuzz(box: Pillarbox, seeds: range) -> list[str]:
         await run.execute()
         found = await _stored(box, run.touched)
         if found != run.model.committed:
-            violations.append(f"seed {seed}: wanted {len(run.model.committed)}, found {len(found)}: {' '.join(run.trace)}")
+            violations.append(
+                f"seed {seed}: wanted {len(run.model.committed)}, found {len(found)}: {' '.join(run.trace)}"
+            )
     violations += await _order(box)
     return violations
 
 
 async def _stored(box: Pillarbox, event_ids: set[UUID]) -> list[UUID]:
     async with box.engine.connect() as connection:
-        return list((await connection.scalars(select(outbox.c.event_id).where(outbox.c.event_id.in_(event_ids)).order_by(outbox.c.id))).all())
+        return list(
+            (
+                await connection.scalars(
+                    select(outbox.c.event_id).where(outbox.c.event_id.in_(event_ids)).order_by(outbox.c.id)
+                )
+            ).all()
+        )
 
 
 async def _order(box: Pillarbox) -> list[str]:

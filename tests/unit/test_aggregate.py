@@ -57,7 +57,9 @@ class TestRaising:
         assert order.pull_events() == [OrderPlaced(order_id=order.id, total_cents=100), OrderNoted(note="x")]
         assert order.pull_events() == []
 
-    @pytest.mark.parametrize("make", [lambda: First(id=1), lambda: Last(tenant="a", number=1), lambda: FirstData(1), lambda: LastData(1)])
+    @pytest.mark.parametrize(
+        "make", [lambda: First(id=1), lambda: Last(tenant="a", number=1), lambda: FirstData(1), lambda: LastData(1)]
+    )
     def test_every_kind_of_mapped_class_can_raise(self, make: object) -> None:
         aggregate = make()  # type: ignore[operator]
         aggregate.raise_event(OrderNoted(note="x"))
@@ -86,7 +88,11 @@ class TestIdentity:
 
     def test_plain_classes_tell_their_attributes(self) -> None:
         cart = ShoppingCart(UUID(int=1))
-        assert (cart.aggregate_type, cart.aggregate_id, cart.aggregate_version) == ("shopping_cart", str(UUID(int=1)), 4)
+        assert (cart.aggregate_type, cart.aggregate_id, cart.aggregate_version) == (
+            "shopping_cart",
+            str(UUID(int=1)),
+            4,
+        )
 
     def test_without_an_identity_there_is_no_order(self) -> None:
         with pytest.raises(EventError, match="no identity"):

@@ -30,7 +30,9 @@ def route(*patterns: str, **options: Any) -> Route:
     return Route(*(patterns or ("tests.**",)), **{"to": "broker", "topic": "tests", **options})
 
 
-def delivered(*routes: Route, tenant: str | None = None, event: Shipped | None = None, limits: Capabilities | None = None) -> list[Delivery]:
+def delivered(
+    *routes: Route, tenant: str | None = None, event: Shipped | None = None, limits: Capabilities | None = None
+) -> list[Delivery]:
     router = Router(routes, Codecs().named, {"broker": limits or Capabilities()}, 16)
     return router.deliveries(capture(event or Shipped(parcel="x")), ORIGIN, tenant)
 
@@ -138,7 +140,13 @@ class TestDeliveries:
     def test_headers_are_named_as_in_the_conventions(self) -> None:
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         with event_context(
-            user_id="u", correlation_id="c", causation_id="d", source_service="s", source_version="v", traceparent=trace, tracestate="a=b"
+            user_id="u",
+            correlation_id="c",
+            causation_id="d",
+            source_service="s",
+            source_version="v",
+            traceparent=trace,
+            tracestate="a=b",
         ):
             [row] = delivered(route(), tenant="acme")
         assert row.headers == {
@@ -190,7 +198,10 @@ class TestDeliveries:
 
     def test_h42_keys_are_taken_byte_by_byte(self) -> None:
         composed, decomposed = "\u00c4", "A\u0308"
-        keys = [delivered(route(key=lambda event: event.parcel), event=Shipped(parcel=key))[0].key for key in (composed, decomposed, "a ", "a")]
+        keys = [
+            delivered(route(key=lambda event: event.parcel), event=Shipped(parcel=key))[0].key
+            for key in (composed, decomposed, "a ", "a")
+        ]
         assert keys == [composed, decomposed, "a ", "a"]
 
     def test_topics_name_tenant_and_aggregate(self) -> None:

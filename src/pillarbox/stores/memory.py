@@ -45,10 +45,13 @@ class _Stored:
     error: str | None = None
 
 
+NOBODY = UUID(int=0)
+
+
 @dataclass(slots=True)
 class _LaneRow:
     epoch: int = 0
-    token: UUID = UUID(int=0)
+    token: UUID = NOBODY
     locked_by: str | None = None
     locked_until: float = float("-inf")
     batch: int = 0

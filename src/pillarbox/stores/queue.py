@@ -118,9 +118,8 @@ class QueueStore:
                     for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
                         self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
         except IntegrityError as error:
-            raise DuplicateEventError(
-                f"one of these events was written by an earlier transaction: {', '.join(sorted({str(row.event_id) for row in deliveries}))}"
-            ) from error
+            known = ", ".join(sorted({str(row.event_id) for row in deliveries}))
+            raise DuplicateEventError(f"one of these events was written by an earlier transaction: {known}") from error
 
     def _append_values(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         statement = self._insert(connection.dialect, len(deliveries))
@@ -353,8 +352,8 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     found = [(row.number, _row(row)) for row in connection.execute(_items(lane, outbox.c.number, *_ROW))]
     if len(found) != lane.announced.count or digest((number, row.id) for number, row in found) != lane.announced.digest:
         raise BatchMismatchError(
-            f"batch {lane.batch} of lane {lane.route.name}/{lane.shard} had {lane.announced.count} rows when it was announced and has "
-            f"{len(found)} now, or others: somebody changed them by hand"
+            f"batch {lane.batch} of lane {lane.route.name}/{lane.shard} had {lane.announced.count} rows "
+            f"when it was announced and has {len(found)} now, or others: somebody changed them by hand"
         )
     return found
 
@@ -425,20 +424,24 @@ def _mark_sent(connection: Connection, lane: Lane) -> None:
     )
 
 
-_WAITS = "status IN ('PENDING', 'RETRYING', 'PARKED')"
-_SENDING_POSTGRES = text(
-    "UPDATE pillarbox_outbox o SET status = 'SENDING', batch = :batch, number = t.number "
-    "FROM unnest(CAST(:ids AS bigint[]), CAST(:numbers AS bigint[])) AS t(id, number) "
-    f"WHERE o.id = t.id AND o.route = :route AND o.shard = :shard AND o.{_WAITS}"
-)
-_SENDING_MYSQL = text(
-    "UPDATE pillarbox_outbox o JOIN JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$.id', number BIGINT PATH '$.number')) t ON o.id = t.id "
-    f"SET o.status = 'SENDING', o.batch = :batch, o.number = t.number WHERE o.route = :route AND o.shard = :shard AND o.{_WAITS}"
-)
-_SENDING_SQLITE = text(
-    "UPDATE pillarbox_outbox SET status = 'SENDING', batch = :batch, number = t.value ->> '$.number' FROM json_each(:pairs) AS t "
-    f"WHERE pillarbox_outbox.id = t.value ->> '$.id' AND route = :route AND shard = :shard AND {_WAITS}"
-)
+# The number of an item is its place in the send order, so ids and numbers go in as pairs.
+_SENDING_POSTGRES = text("""
+    UPDATE pillarbox_outbox o SET status = 'SENDING', batch = :batch, number = t.number
+    FROM unnest(CAST(:ids AS bigint[]), CAST(:numbers AS bigint[])) AS t(id, number)
+    WHERE o.id = t.id AND o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
+""")
+_SENDING_MYSQL = text("""
+    UPDATE pillarbox_outbox o
+    JOIN JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$.id', number BIGINT PATH '$.number')) t ON o.id = t.id
+    SET o.status = 'SENDING', o.batch = :batch, o.number = t.number
+    WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
+""")
+_SENDING_SQLITE = text("""
+    UPDATE pillarbox_outbox SET status = 'SENDING', batch = :batch, number = t.value ->> '$.number'
+    FROM json_each(:pairs) AS t
+    WHERE pillarbox_outbox.id = t.value ->> '$.id'
+      AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')
+""")
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------
@@ -543,11 +546,11 @@ def _insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any
         return
     statement: Any
     if connection.dialect.name == "postgresql":
-        from sqlalchemy.dialects import postgresql
+        from sqlalchemy.dialects import postgresql  # noqa: PLC0415  loaded already, if this is the dialect
 
         statement = postgresql.insert(table).on_conflict_do_nothing()
     elif connection.dialect.name == "sqlite":
-        from sqlalchemy.dialects import sqlite
+        from sqlalchemy.dialects import sqlite  # noqa: PLC0415  loaded already, if this is the dialect
 
         statement = sqlite.insert(table).on_conflict_do_nothing()
     else:

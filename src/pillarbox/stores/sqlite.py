@@ -22,10 +22,11 @@ def put_right(engine: Engine) -> None:
 
 
 async def use_write_ahead_log(engine: AsyncEngine) -> None:
-    """Let readers and the writer go on side by side: without it, a forgotten cursor keeps every COMMIT out. Kept in the file."""
+    """Let readers and the writer go on side by side: without it, a forgotten cursor keeps every COMMIT out. Kept in the
+    file.
+    """
     if engine.dialect.name == "sqlite":
-        async with engine.connect() as connection:
-            await connection.execution_options(isolation_level="AUTOCOMMIT")
+        async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
             await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
 
 

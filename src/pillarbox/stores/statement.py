@@ -24,8 +24,8 @@ class FixedStatement:
         self._names: list[str] | None = None if compiled.positional else [name for name, _ in parameters]
         if compiled.positional and list(compiled.positiontup) != [name for name, _ in parameters]:
             raise ValueError("the parameters are not named in the order in which the statement uses them")
-        processors = [kind and kind.dialect_impl(dialect).bind_processor(dialect) for _, kind in parameters]
-        self._processors: list[Callable[[Any], Any] | None] | None = processors if any(processors) else None
+        processors = [_processor(kind, dialect) for _, kind in parameters]
+        self._processors = processors if any(processors) else None
 
     def execute(self, connection: Connection, values: Sequence[Any]) -> None:
         """Run it."""
@@ -36,3 +36,7 @@ class FixedStatement:
             connection.exec_driver_sql(self._text, tuple(values))
         else:
             connection.exec_driver_sql(self._text, dict(zip(self._names, values, strict=True)))
+
+
+def _processor(kind: TypeEngine[Any] | None, dialect: Dialect) -> Callable[[Any], Any] | None:
+    return None if kind is None else kind.dialect_impl(dialect).bind_processor(dialect)

@@ -6,8 +6,8 @@
 ``pillarbox_outbox``  the deliveries
 ``outbox_events``     a view of all of it, for people
 
-Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load every dialect
-of SQLAlchemy with us.
+Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load
+every dialect of SQLAlchemy with us.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step is a function of Alembic's operations. `migrate` runs the steps that are missing, for people who know nothing of
 Alembic; `pillarbox.alembic` runs the same steps inside a user's own revisions. Which steps have been run is kept in
-``pillarbox_meta``, so both ways can be mixed. Steps take locks for a bounded time only: a busy table makes them give up,
-not queue everybody behind them.
+``pillarbox_meta``, so both ways can be mixed. Steps take locks for a bounded time only: a busy table makes them give
+up, not queue everybody behind them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def run_step(operations: Operations, number: int) -> None:
     """Run one step, unless the database has seen it."""
     context = operations.get_context()
     if not context.as_sql:
-        assert context.connection is not None
-        if schema_version(context.connection) >= number:
+        if schema_version(operations.get_bind()) >= number:
             return
         if context.dialect.name == "postgresql":
             operations.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"))

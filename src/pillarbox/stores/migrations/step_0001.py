@@ -14,8 +14,8 @@ from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Ut
 
 def upgrade(op: Operations) -> None:
     """Make everything."""
-    # Every index is paid for by every business transaction. On PostgreSQL the id needs none of its own, because the lane's
-    # index leads to it; MySQL and SQLite keep their rows in the order of the primary key, and theirs is the id.
+    # Every index is paid for by every business transaction. On PostgreSQL the id needs none of its own, because the
+    # lane's index leads to it; MySQL and SQLite keep their rows in the order of the primary key, and theirs is the id.
     lean = op.get_context().dialect.name == "postgresql"
     identity = sa.PrimaryKeyConstraint if lean else sa.UniqueConstraint
     op.create_table(
@@ -123,18 +123,21 @@ _INSTALL_ID: dict[str, sa.ColumnElement[UUID]] = {
 
 _SELECT = """
 CREATE VIEW outbox_events AS
-SELECT o.id, o.event_id, o.event_type, r.name AS route, r.destination, o.topic, o.shard, {key} AS {quoted_key}, {tenant} AS tenant_id,
+SELECT o.id, {event_id} AS event_id, o.event_type, r.name AS route, r.destination, o.topic, o.shard,
+       {key} AS {quoted_key}, {tenant} AS tenant_id,
        {aggregate_type} AS aggregate_type, {aggregate_id} AS aggregate_id, {version} AS version, o.schema_version,
        o.status, o.attempts, o.available_at AS next_attempt_at,
        CASE WHEN o.status = 'SENDING' THEN l.locked_by END AS locked_by,
        CASE WHEN o.status = 'SENDING' THEN l.locked_until END AS locked_until,
-       o.last_error, o.created_at, {occurred_at} AS occurred_at, o.sent_at, {trace_id} AS trace_id, {correlation_id} AS correlation_id,
+       o.last_error, o.created_at, {occurred_at} AS occurred_at, o.sent_at,
+       {trace_id} AS trace_id, {correlation_id} AS correlation_id,
        {content_type} AS content_type, o.headers, {payload} AS payload, o.batch, o.number
 FROM pillarbox_outbox o
 LEFT JOIN pillarbox_routes r ON r.id = o.route
 LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
 """
 _FROM_HEADERS = (
+    "event_id",
     "aggregate_type",
     "aggregate_id",
     "version",
@@ -146,6 +149,7 @@ _FROM_HEADERS = (
 
 
 def _view(header: str, key: str, tenant: str, payload: str, quoted_key: str = "key") -> str:
+    # The event's id comes from the headers, too: MySQL and SQLite keep the column without its dashes.
     headers = {name: header.format(name) for name in _FROM_HEADERS}
     return _SELECT.format(key=key, tenant=tenant, payload=payload, quoted_key=quoted_key, **headers)
 

@@ -1,1 +1,1 @@
-"""Conformance suites. Each is a class of tests, one per sentence of a port's contract; a binding provides the fixture."""
+"""Conformance suites. A class of tests each, one per sentence of a port's contract; a binding provides the fixture."""
