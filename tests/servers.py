@@ -164,9 +164,11 @@ class MariaDB(DatabaseServer):
 
     def start(self) -> None:
         install, server = _program("mariadb-install-db"), _program("mariadbd")
-        data, account = self.folder / "data", _account("mysql")
+        data, scratch, account = self.folder / "data", self.folder / "tmp", _account("mysql")
         _make_folder(data, account)
-        place = ["--no-defaults", f"--datadir={data}"]
+        _make_folder(scratch, account)
+        # A starting server clears its scratch folder: in a shared one it would take the files of its neighbour.
+        place = ["--no-defaults", f"--datadir={data}", f"--tmpdir={scratch}"]
         _run([install, *place, "--auth-root-authentication-method=normal", "--skip-test-db"], account)
         self._port = _free_port()
         command = [
@@ -348,7 +350,7 @@ def _account(name: str) -> pwd.struct_passwd | None:
 
 
 def _make_folder(path: Path, account: pwd.struct_passwd | None) -> None:
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.mkdir(mode=0o700)
     if account is not None:
         os.chown(path, account.pw_uid, account.pw_gid)

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, update
+from sqlalchemy import Connection, Engine, make_url, update
+from sqlalchemy.exc import ArgumentError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -18,7 +19,7 @@ from .codecs import Codecs
 from .commit import guard_commits
 from .context import check_header
 from .embedded import EmbeddedPostgres
-from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError
+from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
 from .event import EventType, Raised, registry
 from .outbox import BUS, SHARDS, Delivery, Row
 from .route import Origin, Route, Router, check_routes
@@ -54,6 +55,11 @@ class Pillarbox:
         shards: int | None = None,
         slow_after: float | None = 10.0,
     ) -> None:
+        if engine is not None and not isinstance(engine, (AsyncEngine, str)):
+            raise ConfigurationError(
+                f"engine must be an AsyncEngine, a database URL or None, got {type(engine).__name__}; "
+                "a plain Session is bound with box.bind(sessionmaker(...))"
+            )
         self._given = engine
         self._engine: AsyncEngine | None = None
         self._embedded: EmbeddedPostgres | None = None
@@ -93,7 +99,7 @@ class Pillarbox:
                 await asyncio.to_thread(self._embedded.start)
                 self._use(create_async_engine(self._embedded.url))
             else:
-                self._use(create_async_engine(str(self._given)))
+                self._use(_engine_for(str(self._given)))
         if self._row_security:
             async with self.engine.connect() as connection:
                 await connection.run_sync(check_role)
@@ -259,6 +265,20 @@ class _BoxOutbox:
 
     def committed(self, deliveries: list[Delivery], prepared: object) -> None:  # noqa: ARG002  the doorbell will want them
         self._registered = prepared
+
+
+def _engine_for(url: str) -> AsyncEngine:
+    try:
+        return create_async_engine(url)
+    except ModuleNotFoundError as error:
+        name = make_url(url).get_backend_name()
+        extra = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}.get(name, "all")
+        raise MissingExtraError(f"a {name} database", extra=extra) from error
+    except (ArgumentError, InvalidRequestError) as error:
+        raise ConfigurationError(
+            "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database "
+            f"({str(error).partition('(Background')[0].strip()})"
+        ) from error
 
 
 def _put_right(engine: Engine) -> None:

@@ -92,7 +92,10 @@ class Route:
         if "{" not in self.topic:
             return self.topic
         values = {"tenant": tenant, "aggregate": aggregate_type}
-        return re.sub(r"\{(\w+)\}", lambda found: self._part(found[1], values[found[1]]), self.topic)
+        topic = re.sub(r"\{(\w+)\}", lambda found: self._part(found[1], values[found[1]]), self.topic)
+        if len(topic) > MAX_TOPIC:
+            raise HeaderError(f"{self!r}: the topic {topic!r} has {len(topic)} characters, and {MAX_TOPIC} are allowed")
+        return topic
 
     def _part(self, placeholder: str, value: str | None) -> str:
         if value is None:

@@ -168,6 +168,13 @@ class Collector:
         recorded_by(aggregate).collector = None
         self._touched.pop(id(aggregate), None)
 
+    def take_over(self, given: Aggregate, merged: Aggregate) -> None:
+        """``merge`` has made a copy of an aggregate: its events go on with the copy."""
+        events, recorded_by(given).events = recorded_by(given).events, []
+        if events:
+            recorded_by(merged).events += events
+            self.touched(merged)
+
     def _ensure_begun(self) -> None:
         session = self.session
         if not session.in_transaction():
@@ -339,6 +346,35 @@ class BoundSession(Session):
         with self._alone():
             return super().scalars(*args, **kwargs)
 
+    def commit(self) -> None:
+        with self._alone():
+            super().commit()
+
+    def rollback(self) -> None:
+        with self._alone():
+            super().rollback()
+
+    def merge(self, instance: Any, **kwargs: Any) -> Any:
+        """The copy in the session takes over what the given aggregate has raised: nobody else would ever write it."""
+        merged = super().merge(instance, **kwargs)
+        if isinstance(instance, Aggregate) and merged is not instance:
+            self.collector.take_over(instance, merged)
+        return merged
+
+    def bulk_save_objects(self, objects: Any, *args: Any, **kwargs: Any) -> None:
+        objects = list(objects)
+        for item in objects:
+            _refuse_bulk_of(type(item))
+        super().bulk_save_objects(objects, *args, **kwargs)
+
+    def bulk_insert_mappings(self, mapper: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_bulk_of(inspect(mapper).class_)
+        super().bulk_insert_mappings(mapper, *args, **kwargs)
+
+    def bulk_update_mappings(self, mapper: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_bulk_of(inspect(mapper).class_)
+        super().bulk_update_mappings(mapper, *args, **kwargs)
+
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         self.pillarbox.tenancy.check_raw_connection(self, kwargs.get("execution_options"))
         return super().connection(*args, **kwargs)
@@ -445,10 +481,15 @@ def _refuse_bulk(state: ORMExecuteState) -> None:
     for owner in _subclasses(Aggregate):
         mapper = owner.__dict__.get("__mapper__")
         if mapper is not None and table in mapper.tables:
-            raise BulkStatementError(
-                f"a bulk statement on {owner.__name__} changes aggregates without raising their events; "
-                f"load them, or mark the statement with .execution_options({BULK_ALLOWED}=True) if that is meant"
-            )
+            _refuse_bulk_of(owner)
+
+
+def _refuse_bulk_of(owner: type) -> None:
+    if issubclass(owner, Aggregate):
+        raise BulkStatementError(
+            f"a bulk statement on {owner.__name__} changes aggregates without raising their events; "
+            f"load them, or mark the statement with .execution_options({BULK_ALLOWED}=True) if that is meant"
+        )
 
 
 _LISTENERS: dict[str, Callable[..., None]] = {

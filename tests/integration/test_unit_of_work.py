@@ -7,11 +7,12 @@ import gc
 import logging
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
+from sqlalchemy import create_engine, func, inspect, select, text, update
 from sqlalchemy import event as sqlalchemy_events
-from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, selectinload
@@ -19,6 +20,7 @@ from sqlalchemy.orm import Session, selectinload
 from pillarbox import Aggregate, ConcurrencyError, DuplicateEventError, EventPublisher, Pillarbox
 from pillarbox.errors import (
     BulkStatementError,
+    ConfigurationError,
     HeaderError,
     NotMigratedError,
     SessionError,
@@ -118,6 +120,19 @@ class TestCommitAndRollback:
                 async with box.unit_of_work() as uow:
                     uow.publish(OrderNoted(note="too early"), key="k")
 
+    @pytest.mark.parametrize(
+        ("engine", "complaint"),
+        [
+            ("postgresql+psycopg2://host/db", "async driver"),
+            ("not a url", "database URL"),
+            ("nosuch+driver://host/db", "database URL"),
+            (create_engine("sqlite://"), "AsyncEngine"),
+        ],
+    )
+    async def test_an_engine_that_cannot_be_used_is_refused_in_one_line(self, engine: Any, complaint: str) -> None:
+        with pytest.raises(ConfigurationError, match=complaint):
+            await Pillarbox(engine).start()
+
     async def test_the_box_disposes_only_an_engine_that_it_made(self, sqlite_database: Database) -> None:
         engine = create_async_engine(sqlite_database.url())
         async with order_box(engine) as box:
@@ -192,6 +207,29 @@ class TestCollection:
                 with pytest.raises(BulkStatementError, match="pillarbox_bulk"):
                     await uow.session.execute(statement)
             await uow.session.execute(update(Order).values(total_cents=1).execution_options(pillarbox_bulk=True))
+
+    async def test_h19_the_old_bulk_methods_are_refused_too(self, one_box: Pillarbox) -> None:
+        def attempt(session: Session) -> None:
+            with pytest.raises(BulkStatementError):
+                session.bulk_save_objects([Order.place()])
+            with pytest.raises(BulkStatementError):
+                session.bulk_insert_mappings(inspect(Order), [{}])
+            with pytest.raises(BulkStatementError):
+                session.bulk_update_mappings(inspect(Order), [{}])
+
+        async with one_box.unit_of_work() as uow:
+            await uow.session.run_sync(attempt)
+
+    async def test_what_a_detached_aggregate_raised_is_written_by_its_merged_copy(self, box: Pillarbox) -> None:
+        order = await placed(box)
+        order.reprice(7)
+        async with box.unit_of_work() as uow:
+            merged = await uow.session.merge(order)
+            assert merged is not order
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.repriced", "2"),
+        ]
 
     async def test_h20_an_event_without_a_changed_column_is_written(self, box: Pillarbox) -> None:
         order = await placed(box)
@@ -452,8 +490,19 @@ class TestSharing:
             )
         assert [type(result) for result in results if isinstance(result, BaseException)] == [SessionSharedError]
 
+    @pytest.mark.parametrize("step", ["rollback", "commit", "flush"])
+    async def test_h22_another_task_cannot_end_the_transaction_meanwhile(self, one_box: Pillarbox, step: str) -> None:
+        async with one_box.unit_of_work() as uow:
+            uow.add(Order.place())
+            await uow.flush()
+            first = asyncio.create_task(uow.session.execute(text("SELECT pg_sleep(0.3)")))
+            await asyncio.sleep(0)
+            with pytest.raises(SessionSharedError):
+                await getattr(uow.session, step)()
+            await first
+        assert await written(one_box.engine) == ["placed"]
+
     async def test_h22_two_threads_in_one_session_at_once_are_refused(self, postgres_database: Database) -> None:
-        from sqlalchemy import create_engine
         from sqlalchemy.orm import sessionmaker
 
         async with order_box(postgres_database.url()) as box:

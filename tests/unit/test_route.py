@@ -210,6 +210,10 @@ class TestDeliveries:
         with pytest.raises(TenancyError, match="names the tenant"):
             delivered(route(topic="{tenant}.events"))
 
+    def test_a_topic_that_grows_too_long_is_refused(self) -> None:
+        with pytest.raises(HeaderError, match="characters"):
+            delivered(route(topic="x" * 380 + "{tenant}"), tenant="t" * 50)
+
     @pytest.mark.parametrize("tenant", ["a.b", "a/b", ".a", "persistent://x", "a b", "Ä", "x" * 101, "-a"])
     def test_s07_tenants_that_could_meet_in_a_topic_are_refused(self, tenant: str) -> None:
         with pytest.raises(HeaderError, match="topic name"):
