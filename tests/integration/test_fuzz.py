@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from pillarbox import session as glue
+from pillarbox import collector as glue
 from pillarbox.aggregate import recorded_by
+from pillarbox.session import BoundSession
 from tests.conftest import FreshDatabase
 from tests.prove.fuzz import prove
 
@@ -51,7 +52,7 @@ def _never_touch_the_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _do_not_flush_for_events_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(glue.BoundSession, "_is_clean", Session._is_clean)
+    patch.setattr(BoundSession, "_is_clean", Session._is_clean)
 
 
 def _write_repetitions(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,328 @@
+"""What one session has raised, what it has written, and what a rollback takes back.
+
+The rules of `pillarbox.session`, kept per transaction and savepoint. A frame is what happened inside one of them;
+whatever is written belongs to the innermost, is handed to the surrounding one when it is released, and disappears when
+it is rolled back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+from uuid import UUID
+
+from sqlalchemy import Connection, inspect, text
+from sqlalchemy.orm import InstanceState, Session
+from sqlalchemy.orm.attributes import flag_modified
+
+from . import commit
+from .aggregate import Aggregate, recorded_by
+from .context import check_header
+from .errors import SessionError
+from .event import Event, EventType, Raised, capture
+from .outbox import Delivery, stable_hash
+from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
+from .tenancy import Tenancy, session_tenant
+
+MAX_ROUNDS = 100
+
+_LOCK_KEY = text("SELECT pg_advisory_xact_lock(:number)")
+
+
+class Outbox(Protocol):
+    """What a session needs to know about the box that it is bound to."""
+
+    tenancy: Tenancy
+
+    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
+        """Encode one event for all its routes."""
+        ...
+
+    def goes_anywhere(self, raised: Raised) -> bool:
+        """Whether some route or handler wants this event."""
+        ...
+
+    def prepare(self, connection: Connection) -> object:
+        """Make sure that routes and lanes are registered, before the first row; what `committed` must be given."""
+        ...
+
+    def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
+        """Write rows in the open transaction."""
+        ...
+
+    def committed(self, deliveries: list[Delivery], prepared: object) -> None:
+        """A transaction with these rows has committed."""
+        ...
+
+
+class _Entry(NamedTuple):
+    """An event on its way into the outbox: raised by an aggregate, or published under a key."""
+
+    raised: Raised
+    aggregate: Aggregate | None = None
+    key: str = ""
+    tenant: str | None = None
+    ordered: bool = False
+
+    @property
+    def identity(self) -> object:
+        """Which event this is. Foreign classes carry no id: then it is the object itself, which the record keeps."""
+        return self.raised.event_id if isinstance(self.raised.event, Event) else id(self.raised.event)
+
+
+class _Frame:
+    """What happened inside one transaction or savepoint."""
+
+    __slots__ = ("aggregates", "committed", "deliveries", "identities")
+
+    def __init__(self) -> None:
+        self.aggregates: dict[int, Aggregate] = {}
+        self.deliveries: list[Delivery] = []
+        self.identities: set[object] = set()
+        self.committed = False
+
+    def absorb(self, inner: _Frame) -> None:
+        """A released savepoint becomes part of what surrounds it."""
+        self.aggregates |= inner.aggregates
+        self.deliveries += inner.deliveries
+        self.identities |= inner.identities
+
+
+class Collector:
+    """Everything that one session has to write and has written. Holds aggregates with events until their transaction
+    ends.
+    """
+
+    def __init__(self, session: Session, outbox: Outbox) -> None:
+        self._session = weakref.ref(session)  # aggregates refer to us: they must not keep the session alive
+        self._outbox = outbox
+        self._touched: dict[int, Aggregate] = {}
+        self._published: list[_Entry] = []
+        self._frames: list[_Frame] = []
+        self._handle: int | None = None
+        self._prepared: object = None
+        self.committed = False
+        """Whether the newest transaction of the session has committed. True from the moment of the database's answer.
+        """
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        if session is None:
+            raise SessionError("the session of this aggregate is gone")
+        return session
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is raised and not written."""
+        return bool(self._published or self._touched)
+
+    # -- what is raised ------------------------------------------------------------------------------------------------
+
+    def touched(self, aggregate: Aggregate) -> None:
+        self._ensure_begun()
+        self._touched[id(aggregate)] = aggregate
+        self._frames[-1].aggregates[id(aggregate)] = aggregate
+
+    def publish(self, event: object, key: str | UUID, tenant: str | None, *, ordered: bool) -> None:
+        """Record an event without an aggregate. It is checked now and written by the next flush."""
+        checked = check_key("key", str(key) if isinstance(key, UUID) else key, MAX_KEY_BYTES)
+        if tenant is not None:
+            check_key("tenant", tenant, MAX_TENANT_BYTES)
+        if ordered and self.session.get_bind().dialect.name not in ("postgresql", "sqlite"):
+            raise SessionError(
+                "ordered=True needs transaction locks, which this database does not have: "
+                "raise the event from an aggregate"
+            )
+        self._ensure_begun()
+        self._published.append(_Entry(capture(event), None, checked, tenant, ordered))
+
+    def attach(self, aggregate: Aggregate, *, new: bool) -> None:
+        """The aggregate has come into the session."""
+        recorded = recorded_by(aggregate)
+        recorded.collector = self
+        recorded.before = tuple(recorded.events) if new else ()
+        if recorded.events:
+            self.touched(aggregate)
+
+    def detach(self, aggregate: Aggregate) -> None:
+        """The aggregate has left the session; what it has not handed over stays with it."""
+        recorded_by(aggregate).collector = None
+        self._touched.pop(id(aggregate), None)
+
+    def take_over(self, given: Aggregate, merged: Aggregate) -> None:
+        """``merge`` has made a copy of an aggregate: its events go on with the copy."""
+        events, recorded_by(given).events = recorded_by(given).events, []
+        if events:
+            recorded_by(merged).events += events
+            self.touched(merged)
+
+    def _ensure_begun(self) -> None:
+        session = self.session
+        if not session.in_transaction():
+            session.begin()
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def flush(self, flush_orm: Callable[[], None]) -> None:
+        """Let the ORM write, then write what was raised. Listeners may raise more meanwhile: go on until nothing is
+        left.
+        """
+        for _ in range(MAX_ROUNDS):
+            prepared = {
+                identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
+            }
+            self._touched = dict(prepared)
+            deleted = {identity for identity, aggregate in prepared.items() if self._prepare_row(aggregate)}
+            flush_orm()
+            if self._touched.keys() <= prepared.keys():
+                self._write(deleted)
+                return
+        raise SessionError(
+            f"events were still being raised after {MAX_ROUNDS} flushes: "
+            "a listener answers every event with another one"
+        )
+
+    def _prepare_row(self, aggregate: Aggregate) -> bool:
+        """Make sure that this flush writes the aggregate's own row. True if it deletes it."""
+        state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+        if state is None or not state.persistent:
+            return state is not None and state.was_deleted
+        if aggregate in self.session.deleted:
+            return True
+        if not any(state.attrs[name].history.has_changes() for name in state.mapper.column_attrs.keys()):  # noqa: SIM118  not a dict
+            _touch(aggregate, state)
+        return False
+
+    def _write(self, deleted: set[int]) -> None:
+        entries = [
+            _Entry(raised, aggregate)
+            for aggregate in self._touched.values()
+            for raised in recorded_by(aggregate).events
+        ]
+        entries = self._without_repetitions(sorted(entries + self._published, key=lambda entry: entry.raised.sequence))
+        numbered = zip(entries, origins([_origin(entry, deleted) for entry in entries]), strict=True)
+        wanted = [(entry, origin) for entry, origin in numbered if self._outbox.goes_anywhere(entry.raised)]
+        frame = self._frames[-1]
+        if wanted:
+            frame.deliveries += self._append(wanted)
+        frame.identities.update(entry.identity for entry in entries)
+        for aggregate in self._touched.values():
+            recorded_by(aggregate).events.clear()
+        self._touched.clear()
+        self._published.clear()
+
+    def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
+        seen = set().union(*(frame.identities for frame in self._frames))
+        first: dict[object, _Entry] = {}
+        for entry in entries:
+            first.setdefault(entry.identity, entry)
+        return [entry for identity, entry in first.items() if identity not in seen]
+
+    def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
+        connection = self._outbox.tenancy.connection_of(self.session)
+        self._prepared = self._outbox.prepare(connection)
+        deliveries = [
+            row
+            for entry, origin in wanted
+            for row in self._outbox.deliveries(entry.raised, origin, self._tenant_of(entry))
+        ]
+        self._lock_keys(connection, [entry for entry, _ in wanted if entry.ordered])
+        self._outbox.append(connection, deliveries)
+        if self._handle is None:
+            self._handle = commit.remember(connection.connection, self._written)
+        return deliveries
+
+    def _lock_keys(self, connection: Connection, entries: list[_Entry]) -> None:
+        """Transactions that publish under one key, and asked for it, write their rows in the order in which they
+        commit.
+        """
+        if entries and connection.dialect.name == "postgresql":  # on SQLite there is one writer at a time anyway
+            for number in sorted({stable_hash(f"{self._tenant_of(entry) or ''}\n{entry.key}") for entry in entries}):
+                connection.execute(_LOCK_KEY, {"number": number})
+
+    def _written(self) -> commit.Written:
+        return [(row.event_id, row.route, row.schema_version) for frame in self._frames for row in frame.deliveries]
+
+    def _tenant_of(self, entry: _Entry) -> str | None:
+        raised = entry.raised
+        given = entry.tenant or session_tenant(self.session) or raised.context.tenant
+        tenant = self._outbox.tenancy.tenant_of(self.session, given, raised.type.name)
+        return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
+
+    # -- transactions and savepoints -----------------------------------------------------------------------------------
+
+    def begun(self) -> None:
+        if not self._frames:
+            self.committed = False
+        self._frames.append(_Frame())
+
+    def committing(self) -> None:
+        if self._frames:
+            self._frames[-1].committed = True
+            self.committed = len(self._frames) == 1
+
+    def rolled_back(self) -> None:
+        """The database has undone the innermost transaction or savepoint; what is not written will never be."""
+        self._touched.clear()
+        self._published.clear()
+
+    def ended(self) -> None:
+        if not self._frames:
+            return
+        frame = self._frames.pop()
+        if not frame.committed:
+            self._forget(frame)
+        elif self._frames:
+            self._frames[-1].absorb(frame)
+        for aggregate in frame.aggregates.values() if not self._frames else ():
+            recorded_by(aggregate).before = ()
+        if not self._frames:
+            self._end(frame)
+
+    def _end(self, frame: _Frame) -> None:
+        if self._handle is not None:
+            commit.forget(self._handle)
+            self._handle = None
+        if frame.committed and frame.deliveries:
+            self._outbox.committed(frame.deliveries, self._prepared)
+
+    def _forget(self, frame: _Frame) -> None:
+        for aggregate in frame.aggregates.values():
+            recorded = recorded_by(aggregate)
+            state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+            again = state is None or state.transient
+            recorded.events = list(recorded.before) if again else []
+        self.rolled_back()
+
+
+def _origin(entry: _Entry, deleted: set[int]) -> tuple[EventType, str, str, int | None]:
+    kind, aggregate = entry.raised.type, entry.aggregate
+    if aggregate is None:
+        return kind, default_aggregate_type(kind.name), entry.key, None
+    version = aggregate.aggregate_version
+    if version is not None and id(aggregate) in deleted:
+        version += 1
+    return kind, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
+
+
+def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:
+    """Let the next flush write the aggregate's row although nothing has changed; its version rises with it."""
+    mapper = state.mapper
+    versioned = mapper.version_id_col
+    table = versioned.table if versioned is not None else mapper.local_table
+    for column in mapper.columns:
+        attribute = mapper.get_property_by_column(column).key
+        if column.table is table and not column.primary_key and column is not versioned and not column.computed:
+            getattr(aggregate, attribute)  # an expired attribute cannot be flagged
+            flag_modified(aggregate, attribute)
+            return
+    if versioned is None:
+        raise SessionError(
+            f"{type(aggregate).__name__} has no column besides its key: its row cannot be locked, "
+            "so its events would have no order. "
+            "Give it a version column (version_id_col)."
+        )
+    attribute = mapper.get_property_by_column(versioned).key
+    setattr(aggregate, attribute, getattr(aggregate, attribute) + 1)

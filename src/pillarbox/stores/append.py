@@ -1,0 +1,193 @@
+"""The write side of a relational store: routes, lanes and rows go in with the business transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection, Dialect, bindparam, insert, select, text, update
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from ..errors import DuplicateEventError, NotMigratedError, StoreError
+from ..outbox import Delivery, FailurePolicy, RouteRecord
+from ..retry import RetryPolicy
+from .columns import from_now
+from .statement import FixedStatement
+from .tables import lanes, meta, outbox, routes
+
+_COLUMNS = ("event_id", "event_type", "route", "shard", "schema_version", "topic", "key", "tenant", "headers", "body")
+_ARRAYS = ("uuid", "text", "bigint", "integer", "integer", "text", "text", "text", "text", "bytea")
+_ROWS_PER_STATEMENT = 100
+
+
+class Appender:
+    """`Appends` on a relational database."""
+
+    def __init__(self) -> None:
+        self._inserts: dict[tuple[int, int], FixedStatement] = {}
+
+    def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
+        with _explained():
+            shards: int = connection.execute(select(meta.c.shards)).scalar_one()
+            known = {row.id: row for row in connection.execute(select(routes))}
+            made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
+            for record in sorted(records, key=lambda record: record.id):
+                found = known.get(record.id)
+                if found is None:
+                    _insert_missing(connection, routes, [_route_values(record)])
+                elif found.name != record.name:
+                    raise StoreError(
+                        f"the routes {found.name!r} and {record.name!r} have the same number: rename the newer one"
+                    )
+                elif route_record(found._mapping) != record:
+                    connection.execute(update(routes).where(routes.c.id == record.id).values(_route_values(record)))
+                missing = [
+                    {"route": record.id, "shard": shard} for shard in range(shards) if (record.id, shard) not in made
+                ]
+                _insert_missing(connection, lanes, missing)
+            return shards
+
+    def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        try:
+            with _explained():
+                if len(deliveries) > 1 and connection.dialect.name == "postgresql":
+                    self._append_arrays(connection, deliveries)
+                else:
+                    for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
+                        self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
+        except IntegrityError as error:
+            known = ", ".join(sorted({str(row.event_id) for row in deliveries}))
+            raise DuplicateEventError(f"one of these events was written by an earlier transaction: {known}") from error
+
+    def _append_values(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        statement = self._insert(connection.dialect, len(deliveries))
+        statement.execute(connection, [value for row in deliveries for value in _values(row)])
+
+    def _append_arrays(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        """One text for any number of rows, so that the driver's statement cache holds one entry and not hundreds."""
+        columns = [list(column) for column in zip(*(_values(row) for row in deliveries), strict=True)]
+        columns[0] = [str(event_id) for event_id in columns[0]]
+        self._insert(connection.dialect, 0).execute(connection, columns)
+
+    def _insert(self, dialect: Dialect, rows: int) -> FixedStatement:
+        """The INSERT for a number of rows; for 0, the one that takes arrays."""
+        statement = self._inserts.get((id(dialect), rows))
+        if statement is None:
+            statement = self._inserts[id(dialect), rows] = (
+                _values_insert(dialect, rows) if rows else _array_insert(dialect)
+            )
+        return statement
+
+    def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
+        """Whether the transaction that wrote this row has committed. Waits for it, if it is still at work.
+
+        A row that we try to insert under the same identity waits for the other one's fate; ours is never committed.
+        """
+        event_id, route, schema_version = written
+        probe = Delivery(event_id, "pillarbox.probe", route, -1, schema_version, "probe", "probe", None, {}, b"")
+        savepoint = connection.begin_nested()
+        try:
+            self._append_values(connection, [probe])
+        except IntegrityError:
+            return True
+        finally:
+            savepoint.rollback()
+        return False
+
+
+def route_record(row: Mapping[Any, Any]) -> RouteRecord:
+    return RouteRecord(
+        name=row[routes.c.name],
+        destination=row[routes.c.destination],
+        topic=row[routes.c.topic],
+        schema_version=row[routes.c.schema_version],
+        on_failure=FailurePolicy(row[routes.c.on_failure]),
+        retry=RetryPolicy(row[routes.c.retry_base], row[routes.c.retry_cap], row[routes.c.retry_attempts]),
+    )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A missing table is the most common of all mistakes: say what to do."""
+    try:
+        yield
+    except DBAPIError as error:
+        if any(
+            sign in str(error.orig) for sign in ("does not exist", "no such table", "doesn't exist")
+        ) and "pillarbox_" in str(error.orig):
+            raise NotMigratedError(
+                "Pillarbox's tables are not in this database: run `pillarbox migrate`, or await box.migrate()"
+            ) from error
+        raise
+
+
+def _values(row: Delivery) -> tuple[Any, ...]:
+    headers = msgspec.json.encode(row.headers).decode()
+    return (
+        row.event_id,
+        row.event_type,
+        row.route,
+        row.shard,
+        row.schema_version,
+        row.topic,
+        row.key,
+        row.tenant,
+        headers,
+        row.body,
+    )
+
+
+def _values_insert(dialect: Dialect, count: int) -> FixedStatement:
+    parameters = [(f"{name}_{index}", outbox.c[name].type) for index in range(count) for name in _COLUMNS]
+    rows = [
+        {name: bindparam(f"{name}_{index}", type_=outbox.c[name].type) for name in _COLUMNS} for index in range(count)
+    ]
+    return FixedStatement(insert(outbox).inline().values(rows), dialect, parameters)
+
+
+def _array_insert(dialect: Dialect) -> FixedStatement:
+    return FixedStatement(_ARRAY_INSERT, dialect, [(name, None) for name in _COLUMNS])
+
+
+_ARRAY_INSERT = text(
+    f"INSERT INTO pillarbox_outbox ({', '.join(_COLUMNS)}) "  # noqa: S608  constants
+    f"SELECT {', '.join(f'CAST({name} AS json)' if name == 'headers' else name for name in _COLUMNS)} FROM unnest("
+    + ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in zip(_COLUMNS, _ARRAYS, strict=True))
+    + f") AS t({', '.join(_COLUMNS)})"
+)
+
+
+def _insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any]]) -> None:
+    """Insert what another process may be inserting, too."""
+    if not rows:
+        return
+    statement: Any
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql  # noqa: PLC0415  loaded already, if this is the dialect
+
+        statement = postgresql.insert(table).on_conflict_do_nothing()
+    elif connection.dialect.name == "sqlite":
+        from sqlalchemy.dialects import sqlite  # noqa: PLC0415  loaded already, if this is the dialect
+
+        statement = sqlite.insert(table).on_conflict_do_nothing()
+    else:
+        statement = insert(table).prefix_with("IGNORE")
+    connection.execute(statement.values(rows))
+
+
+def _route_values(record: RouteRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "name": record.name,
+        "destination": record.destination,
+        "topic": record.topic,
+        "schema_version": record.schema_version,
+        "on_failure": record.on_failure.value,
+        "retry_base": record.retry.base,
+        "retry_cap": record.retry.cap,
+        "retry_attempts": record.retry.attempts,
+        "updated_at": from_now(),
+    }
