@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
+from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
@@ -160,7 +161,7 @@ class Pillarbox:
             self._unit_sessions = self.bind(async_sessionmaker(self.engine, expire_on_commit=False))
         return UnitOfWork(
             self._unit_sessions,
-            self.tenancy.assign,
+            self.tenancy,
             tenant=tenant,
             timeout=timeout,
             slow_after=self._slow_after,
@@ -172,10 +173,6 @@ class Pillarbox:
         and returned.
         """
         sessions.bind(maker, self._outbox)
-        bound = maker.kw.get("bind")
-        engine = bound.sync_engine if isinstance(bound, AsyncEngine) else bound
-        if isinstance(engine, Engine):
-            _put_right(engine)
         return maker
 
     def publish(
@@ -229,7 +226,7 @@ class Pillarbox:
     def _use(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._store = QueueStore(engine)
-        _put_right(engine.sync_engine)
+        self._outbox.put_right(engine.sync_engine)
 
 
 class _BoxOutbox:
@@ -240,6 +237,13 @@ class _BoxOutbox:
         self._router = box.router
         self.tenancy = box.tenancy
         self._registered: object = None
+        self._right: WeakSet[Engine] = WeakSet()
+
+    def put_right(self, engine: Engine) -> None:
+        if engine not in self._right:
+            guard_commits(engine)
+            sqlite.put_right(engine)
+            self._right.add(engine)
 
     def goes_anywhere(self, raised: Raised) -> bool:
         return bool(self._router.plan(raised.type))
@@ -279,8 +283,3 @@ def _engine_for(url: str) -> AsyncEngine:
             "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database "
             f"({str(error).partition('(Background')[0].strip()})"
         ) from error
-
-
-def _put_right(engine: Engine) -> None:
-    guard_commits(engine)
-    sqlite.put_right(engine)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.attributes import flag_modified
 
@@ -34,6 +35,10 @@ class Outbox(Protocol):
     """What a session needs to know about the box that it is bound to."""
 
     tenancy: Tenancy
+
+    def put_right(self, engine: Engine) -> None:
+        """Make COMMIT and transactions on this engine what they must be. Asked for before every use."""
+        ...
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
         """Encode one event for all its routes."""
@@ -191,7 +196,7 @@ class Collector:
             return state is not None and state.was_deleted
         if aggregate in self.session.deleted:
             return True
-        if not any(state.attrs[name].history.has_changes() for name in state.mapper.column_attrs.keys()):  # noqa: SIM118  not a dict
+        if not _writes_its_row(state):
             _touch(aggregate, state)
         return False
 
@@ -221,7 +226,7 @@ class Collector:
         return [entry for identity, entry in first.items() if identity not in seen]
 
     def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
-        connection = self._outbox.tenancy.connection_of(self.session)
+        connection = self._connection()
         self._prepared = self._outbox.prepare(connection)
         deliveries = [
             row
@@ -233,6 +238,17 @@ class Collector:
         if self._handle is None:
             self._handle = commit.remember(connection.connection, self._written)
         return deliveries
+
+    def _connection(self) -> Connection:
+        try:
+            connection = self._outbox.tenancy.connection_of(self.session)
+        except UnboundExecutionError as error:
+            raise SessionError(
+                "the outbox has no database in this session: give the sessionmaker bind=engine"
+            ) from error
+        if _is_autocommit(connection):
+            raise SessionError("this engine is in AUTOCOMMIT mode, where a rollback would undo nothing")
+        return connection
 
     def _lock_keys(self, connection: Connection, entries: list[_Entry]) -> None:
         """Transactions that publish under one key, and asked for it, write their rows in the order in which they
@@ -307,11 +323,33 @@ def _origin(entry: _Entry, deleted: set[int]) -> tuple[EventType, str, str, int 
     return kind, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
 
 
+def _is_autocommit(connection: Connection) -> bool:
+    """Whether every statement is a transaction of its own, by an option or because the engine was made like that."""
+    made = getattr(connection.dialect, "_on_connect_isolation_level", None)
+    return bool(connection.get_execution_options().get("isolation_level", made) == "AUTOCOMMIT")
+
+
+def _anchor(state: InstanceState[Any]) -> Any:
+    """The table whose row stands for the aggregate: all its changes must meet there, also with joined inheritance."""
+    versioned = state.mapper.version_id_col
+    return versioned.table if versioned is not None else state.mapper.base_mapper.local_table
+
+
+def _writes_its_row(state: InstanceState[Any]) -> bool:
+    """Whether the next flush writes that row. With a version column any change does, since it raises the version."""
+    versioned, anchor = state.mapper.version_id_col is not None, _anchor(state)
+    return any(
+        state.attrs[attribute.key].history.has_changes()
+        for attribute in state.mapper.column_attrs
+        if versioned or any(column.table is anchor for column in attribute.columns)
+    )
+
+
 def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:
     """Let the next flush write the aggregate's row although nothing has changed; its version rises with it."""
     mapper = state.mapper
     versioned = mapper.version_id_col
-    table = versioned.table if versioned is not None else mapper.local_table
+    table = _anchor(state)
     for column in mapper.columns:
         attribute = mapper.get_property_by_column(column).key
         if column.table is table and not column.primary_key and column is not versioned and not column.computed:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, event
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from .errors import CommitOutcomeUnknown
@@ -74,6 +75,13 @@ def guard_commits(engine: Engine) -> None:
 
     dialect.do_commit = do_commit
     dialect.pillarbox_guards_commits = True
+    event.listen(engine, "handle_error", _throw_away)
+
+
+def _throw_away(context: ExceptionContext) -> None:
+    """Whatever happened to that connection, nobody may use it again."""
+    if isinstance(context.original_exception, CommitOutcomeUnknown):
+        context.is_disconnect = True
 
 
 def was_answered(dialect_name: str, error: BaseException) -> bool:

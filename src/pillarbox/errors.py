@@ -17,6 +17,7 @@
     │   ├── SessionSharedError          two tasks or threads in one session at the same time
     │   └── BulkStatementError          a bulk statement on aggregates, which raises no events
     ├── ConcurrencyError                somebody else changed the aggregate first
+    ├── NotFoundError                   (LookupError) a repository has no such entity
     ├── CommitOutcomeUnknown            COMMIT was sent and no answer came back
     ├── TenancyError                    a missing, second or foreign tenant
     └── StoreError                      the outbox itself
@@ -108,6 +109,10 @@ class BulkStatementError(SessionError):
 
 class ConcurrencyError(PillarboxError):
     """Somebody else changed the aggregate between our read and our write: load it again and redo."""
+
+
+class NotFoundError(PillarboxError, LookupError):
+    """No entity with this id, or none that this repository shows."""
 
 
 class CommitOutcomeUnknown(PillarboxError):  # noqa: N818  the transaction may have succeeded

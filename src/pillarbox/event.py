@@ -271,15 +271,21 @@ def _convert(payload: Any, target: type) -> Any:
     if hasattr(target, "model_validate"):
         return _pydantic(target, payload)
     try:
-        return msgspec.convert(payload, target, dec_hook=_pydantic)
+        return msgspec.convert(payload, target, dec_hook=_pydantic, str_keys=True)
     except msgspec.ValidationError as error:
         if not _has_big_integer(payload):
             raise _named(error) from None
+        refusal = _named(error)
     try:
         # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
-        return msgspec.convert(payload, target, dec_hook=_pydantic, strict=False)
+        found: Any = msgspec.convert(payload, target, dec_hook=_pydantic, str_keys=True, strict=False)
     except msgspec.ValidationError as error:
         raise _named(error) from None
+    # It reads more than that, "12" for 12 say: what it read must say the same as what was written.
+    for name, value in plain_fields(fields_of(found).items()).items():
+        if name in payload and value != payload[name]:
+            raise PayloadError(name, refusal.problem)
+    return found
 
 
 def _has_big_integer(value: Any) -> bool:

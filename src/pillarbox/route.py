@@ -210,7 +210,7 @@ class Router:
         plan = self._plans.get(kind)
         if plan is None:
             away = [route for route in self._routes if kind.integration and route.matches(kind.name)]
-            plan = self._plans[kind] = (*away, *self._handled.get(kind.name, ()))
+            plan = self._plans[kind] = (*_once_per_topic(away, kind), *self._handled.get(kind.name, ()))
         return plan
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
@@ -266,6 +266,12 @@ class Router:
             raise PayloadTooLargeError(
                 f"headers: they have {total:,} bytes and {route.to!r} takes {limits.max_header_bytes:,}"
             )
+
+
+def _once_per_topic(routes: Sequence[Route], kind: EventType) -> list[Route]:
+    """A route for an old schema version rests while the event is still at that version and goes to the topic anyway."""
+    as_it_is = {(route.to, route.topic) for route in routes if route.version is None}
+    return [route for route in routes if route.version != kind.version or (route.to, route.topic) not in as_it_is]
 
 
 def check_key(name: str, value: str, limit: int) -> str:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import greenlet
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, Engine, inspect
 from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import ORMExecuteState, Session, SessionTransaction, sessionmaker
@@ -67,6 +67,10 @@ class BoundSession(Session):
         with self._alone():
             return super().scalars(*args, **kwargs)
 
+    def get(self, entity: Any, *args: Any, **kwargs: Any) -> Any:
+        self.pillarbox.tenancy.check_get(self, entity)
+        return super().get(entity, *args, **kwargs)
+
     def commit(self) -> None:
         with self._alone():
             super().commit()
@@ -96,6 +100,11 @@ class BoundSession(Session):
         _refuse_bulk_of(inspect(mapper).class_)
         super().bulk_update_mappings(mapper, *args, **kwargs)
 
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        bind = super().get_bind(*args, **kwargs)
+        self.pillarbox.put_right(bind.engine)
+        return bind
+
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         self.pillarbox.tenancy.check_raw_connection(self, kwargs.get("execution_options"))
         return super().connection(*args, **kwargs)
@@ -103,6 +112,11 @@ class BoundSession(Session):
     def _is_clean(self) -> bool:
         # COMMIT and savepoints ask this to see whether a flush is needed: a session with nothing but events needs one.
         return not self.collector.pending and super()._is_clean()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is in the middle of an operation of this session."""
+        return self._holder is not None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

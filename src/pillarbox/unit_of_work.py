@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 from .aggregate import Aggregate
 from .errors import SessionError
 from .session import collector_of
-from .tenancy import session_tenant
+from .tenancy import Tenancy
 
 logger = logging.getLogger("pillarbox")
 
@@ -62,7 +62,7 @@ class UnitOfWork:
     def __init__(
         self,
         sessions: async_sessionmaker[AsyncSession],
-        assign: Callable[[Session, str | None], None],
+        tenancy: Tenancy,
         *,
         tenant: str | None,
         timeout: float | None,
@@ -70,7 +70,7 @@ class UnitOfWork:
         new_transaction: bool,
     ) -> None:
         self._sessions = sessions
-        self._assign = assign
+        self._tenancy = tenancy
         self._tenant = tenant
         self._timeout = asyncio.timeout(timeout) if timeout is not None else None
         self._slow_after = slow_after
@@ -144,7 +144,7 @@ class UnitOfWork:
         else:
             self.session = self._sessions()
             self.session.info["uow"] = self
-            self._assign(self.session.sync_session, self._tenant)
+            self._tenancy.assign(self.session.sync_session, self._tenant)
             self.session.sync_session.begin()
             if self._slow_after is not None:
                 self._alarm = asyncio.get_running_loop().call_later(self._slow_after, self._warn, task)
@@ -165,7 +165,7 @@ class UnitOfWork:
             await (self._leave(error) if self._outer else self._end(error))
 
     async def _join(self, outer: UnitOfWork) -> None:
-        if self._tenant is not None and self._tenant != session_tenant(outer.session.sync_session):
+        if self._tenant is not None and self._tenant != self._tenancy.of(outer.session.sync_session):
             raise SessionError("the unit of work around this one has another tenant: say new_transaction=True")
         self._outer = outer
         self.session = outer.session

@@ -89,6 +89,22 @@ class TestLostAnswers:
                 await engine.dispose()
             assert await direct.committed(caught.value)
 
+    async def test_the_connection_is_never_used_again(self, fresh_database: FreshDatabase) -> None:
+        database = fresh_database("system")
+        async with order_box(database.url()) as direct:
+            await set_up(direct)
+        with Proxy(database.url()) as proxy:
+            engine = create_async_engine(proxy.url, pool_size=1, max_overflow=0)
+            async with order_box(engine) as box:
+                await box.register()
+                proxy.mode = "lose the answer"
+                with pytest.raises(CommitOutcomeUnknown) as caught:
+                    async with box.unit_of_work() as uow:
+                        uow.publish(OrderNoted(note="lost?"), key="k")
+                proxy.mode = "pass"
+                assert await box.committed(caught.value)
+            await engine.dispose()
+
     async def test_only_rows_that_survived_their_savepoint_are_asked_for(self, fresh_database: FreshDatabase) -> None:
         database = fresh_database("system")
         async with order_box(database.url()) as direct:

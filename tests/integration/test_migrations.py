@@ -111,6 +111,14 @@ class TestMigrate:
                 with pytest.raises(Exception, match="lock timeout"):
                     await _migrate(box.engine)
 
+    async def test_the_rest_of_the_transaction_waits_as_long_as_before(self, postgres_database: Database) -> None:
+        engine = create_async_engine(postgres_database.url())
+        async with engine.begin() as connection:
+            await connection.execute(text("SET LOCAL lock_timeout = '77s'"))
+            await connection.run_sync(migrate)
+            assert (await connection.execute(text("SHOW lock_timeout"))).scalar() == "77s"
+        await engine.dispose()
+
 
 def _statements(printed: str) -> list[str]:
     """Split at the ends of statements; the function's body has none of its own at the end of a line."""

@@ -11,13 +11,20 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, func, inspect, select, text, update
+from sqlalchemy import ForeignKey, String, create_engine, func, inspect, select, text, update
 from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, selectinload
+from sqlalchemy.orm import Mapped, Session, mapped_column, selectinload, sessionmaker
 
-from pillarbox import Aggregate, ConcurrencyError, DuplicateEventError, EventPublisher, Pillarbox
+from pillarbox import (
+    Aggregate,
+    ConcurrencyError,
+    DuplicateEventError,
+    EventPublisher,
+    Pillarbox,
+    event_context,
+)
 from pillarbox.errors import (
     BulkStatementError,
     ConfigurationError,
@@ -28,6 +35,7 @@ from pillarbox.errors import (
     SessionSharedError,
 )
 from tests.domain import (
+    Base,
     DiscountConsidered,
     Line,
     Order,
@@ -473,6 +481,12 @@ class TestNesting:
                 raise RuntimeError
         assert await written(one_box.engine) == ["noted", "noted"]
 
+    async def test_the_tenant_of_the_context_is_the_tenant_of_the_unit_of_work(self, one_box: Pillarbox) -> None:
+        with event_context(tenant="acme"):
+            async with one_box.unit_of_work(), one_box.unit_of_work(tenant="acme") as inner:
+                inner.publish(OrderNoted(note="x"), key="k")
+        assert await written(one_box.engine, "tenant_id") == [("acme",)]
+
     async def test_another_tenant_inside_needs_a_transaction_of_its_own(self, one_box: Pillarbox) -> None:
         async with one_box.unit_of_work(tenant="one"):
             with pytest.raises(SessionError, match="new_transaction"):
@@ -503,8 +517,6 @@ class TestSharing:
         assert await written(one_box.engine) == ["placed"]
 
     async def test_h22_two_threads_in_one_session_at_once_are_refused(self, postgres_database: Database) -> None:
-        from sqlalchemy.orm import sessionmaker
-
         async with order_box(postgres_database.url()) as box:
             await set_up(box)
             engine = create_engine(postgres_database.url("psycopg"))
@@ -564,6 +576,21 @@ class TestLongTransactions:
         assert await written(one_box.engine) == []
 
 
+class Vehicle(Aggregate, Base):
+    __tablename__ = "test_vehicles"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    plate: Mapped[str] = mapped_column(String(20))
+    kind: Mapped[str] = mapped_column(String(20))
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "vehicle"}  # noqa: RUF012  SQLAlchemy's way
+
+
+class Truck(Vehicle):
+    __tablename__ = "test_trucks"
+    id: Mapped[int] = mapped_column(ForeignKey("test_vehicles.id"), primary_key=True)
+    load: Mapped[int]
+    __mapper_args__ = {"polymorphic_identity": "truck"}  # noqa: RUF012  SQLAlchemy's way
+
+
 class TestOrder:
     async def test_h05_h113_the_row_is_written_after_the_aggregate_is_locked(self, postgres_database: Database) -> None:
         """One transaction raises without a change and flushes; a second one must wait until it is done."""
@@ -593,6 +620,22 @@ class TestOrder:
                 ("tests.order.repriced", "3"),
                 ("tests.order.repriced", "4"),
             ]
+
+    async def test_all_changes_of_one_aggregate_meet_in_one_row_also_with_joined_inheritance(
+        self, one_box: Pillarbox
+    ) -> None:
+        async with one_box.engine.begin() as connection:
+            await connection.run_sync(Vehicle.metadata.create_all)
+        async with one_box.unit_of_work() as uow:
+            uow.add(Truck(id=1, plate="A", load=0))
+        async with one_box.unit_of_work() as uow:
+            truck = await uow.session.get_one(Truck, 1)
+            truck.load = 5  # a change of the child's table alone
+            truck.raise_event(OrderNoted(note="loaded"))
+            await uow.flush()
+            async with one_box.engine.connect() as other:
+                locked = await other.execute(text("SELECT id FROM test_vehicles FOR UPDATE SKIP LOCKED"))
+                assert locked.all() == []
 
     async def test_ordered_publishing_waits_for_the_transaction_before(self, one_box: Pillarbox) -> None:
         async def second() -> None:
@@ -629,6 +672,39 @@ class TestOwnSessions:
         assert one_box.bind(sessions) is sessions
         with pytest.raises(SessionError, match="another box"):
             order_box(one_box.engine).bind(sessions)
+
+    async def test_a_maker_that_learns_its_engine_later_is_protected_too(self, sqlite_database: Database) -> None:
+        async with order_box(sqlite_database.url()) as box:
+            await set_up(box)
+            engine = create_engine(sqlite_database.url("pysqlite"))
+            with box.bind(sessionmaker())(bind=engine) as session:
+                with session.begin_nested():
+                    box.publish(session, OrderNoted(note="released, then rolled back"), key="k")
+                session.rollback()
+            engine.dispose()
+            assert await written(box.engine) == []
+
+    async def test_a_session_without_a_database_for_the_outbox_is_refused(self, one_box: Pillarbox) -> None:
+        sessions = one_box.bind(async_sessionmaker(binds={Order: one_box.engine}))
+        async with sessions() as session:
+            one_box.publish(session, OrderNoted(note="x"), key="k")
+            with pytest.raises(SessionError, match="bind=engine"):
+                await session.flush()
+
+    @pytest.mark.parametrize("how", ["engine", "option"])
+    async def test_an_engine_in_autocommit_mode_is_refused(self, postgres_database: Database, how: str) -> None:
+        if how == "engine":
+            engine = create_async_engine(postgres_database.url(), isolation_level="AUTOCOMMIT")
+        else:
+            engine = create_async_engine(postgres_database.url()).execution_options(isolation_level="AUTOCOMMIT")
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            async with box.bind(async_sessionmaker(engine))() as session:
+                box.publish(session, OrderNoted(note="x"), key="k")
+                with pytest.raises(SessionError, match="AUTOCOMMIT"):
+                    await session.flush()
+            assert await written(box.engine) == []
+        await engine.dispose()
 
     async def test_what_was_published_in_a_session_that_is_closed_is_gone(self, one_box: Pillarbox) -> None:
         session = one_box.bind(async_sessionmaker(one_box.engine))()

@@ -251,6 +251,7 @@ class TestStrictness:
             ({"name": None}, "name"),
             ({"kind": "c"}, "kind"),
             ({"bounded": -1}, "bounded"),
+            ({"name": "1234567890123456", "bounded": "12"}, "bounded"),
         ],
     )
     def test_h73_what_could_not_be_read_back_is_refused_by_its_path(self, changes: dict[str, Any], path: str) -> None:
@@ -273,6 +274,14 @@ class TestStrictness:
         raised = capture(Listed(names=names))
         names.append("b")
         assert raised.payload == {"names": ["a"]}
+
+    def test_keys_that_are_numbers_or_ids_come_back(self) -> None:
+        class Keyed(IntegrationEvent, name="tests.kernel.keyed"):
+            counts: dict[int, str]
+            owners: dict[UUID, int]
+
+        event = Keyed(counts={1: "a", 2**60: "b"}, owners={uuid4(): 2**60})
+        assert through(event, JsonCodec()) == event
 
     def test_sets_have_one_order(self) -> None:
         tags = [f"tag{number}" for number in range(50)]

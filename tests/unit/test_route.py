@@ -180,6 +180,10 @@ class TestDeliveries:
         assert new.event_id == old.event_id
         assert new.route != old.route
 
+    def test_a_route_for_an_old_version_rests_while_the_event_is_at_it(self) -> None:
+        assert len(delivered(route(), route(version=2))) == 1
+        assert len(delivered(route(), route(version=2, topic="elsewhere"))) == 2
+
     def test_a_key_of_ones_own_decides_the_shard(self) -> None:
         [row] = delivered(route(key=lambda event: event.parcel), event=Shipped(parcel="box-7"))
         assert (row.key, row.shard) == ("box-7", stable_hash("box-7") % 16)

@@ -16,10 +16,10 @@ from uuid import UUID
 from sqlalchemy import (
     BigInteger,
     BindParameter,
+    Column,
     ColumnElement,
     Connection,
     Row,
-    Uuid,
     bindparam,
     column,
     func,
@@ -116,7 +116,6 @@ class Unserved:
 
 _COLUMN_TYPES: dict[str, TypeEngine[Any]] = {
     "id": BigInteger(),
-    "event_id": Uuid(),
     "next_attempt_at": Utc(),
     "locked_until": Utc(),
     "created_at": Utc(),
@@ -139,7 +138,7 @@ def deliveries(connection: Connection, wanted: Filter, *, after: int, limit: int
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
     """All deliveries of one event."""
     columns = [events.c[field.name] for field in fields(Details) if payload or field.name != "payload"]
-    found = select(*columns).where(events.c.event_id == event_id).order_by(events.c.id)
+    found = select(*columns).where(_is(outbox.c.event_id, event_id)).order_by(events.c.id)
     return [Details(**_values(row)) for row in connection.execute(found)]
 
 
@@ -211,11 +210,16 @@ def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
         conditions.append(events.c.route == wanted.route)
     if wanted.type is not None:
         conditions += _of_type(wanted.type)
-    # The view shows keys and tenants as text, and some databases compare text by its meaning: ask the table.
-    for exact, value in ((outbox.c.tenant, wanted.tenant), (outbox.c.key, wanted.key)):
-        if value is not None:
-            conditions.append(events.c.id.in_(select(outbox.c.id).where(exact == value)))
+    if wanted.tenant is not None:
+        conditions.append(_is(outbox.c.tenant, wanted.tenant))
+    if wanted.key is not None:
+        conditions.append(_is(outbox.c.key, wanted.key))
     return conditions
+
+
+def _is(exact: Column[Any], value: object) -> ColumnElement[bool]:
+    """Ask the table: the view is for people's eyes, and some databases compare text by its meaning."""
+    return events.c.id.in_(select(outbox.c.id).where(exact == value))
 
 
 def _of_type(pattern: str) -> list[ColumnElement[bool]]:
@@ -230,6 +234,7 @@ def _of_type(pattern: str) -> list[ColumnElement[bool]]:
 def _values(row: Row[Any]) -> dict[str, Any]:
     values = dict(row._mapping)
     values["status"] = Status(values["status"])
+    values["event_id"] = UUID(str(values["event_id"]))
     if isinstance(values.get("headers"), str):
         values["headers"] = json.loads(values["headers"])
     return values

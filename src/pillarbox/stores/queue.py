@@ -356,9 +356,9 @@ _SENDING_MYSQL = text("""
     WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
 """)
 _SENDING_SQLITE = text("""
-    UPDATE pillarbox_outbox SET status = 'SENDING', batch = :batch, number = t.value ->> '$.number'
+    UPDATE pillarbox_outbox SET status = 'SENDING', batch = :batch, number = json_extract(t.value, '$.number')
     FROM json_each(:pairs) AS t
-    WHERE pillarbox_outbox.id = t.value ->> '$.id'
+    WHERE pillarbox_outbox.id = json_extract(t.value, '$.id')
       AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')
 """)
 

@@ -9,7 +9,8 @@ up, not queue everybody behind them.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
@@ -73,14 +74,31 @@ def migration_sql(dialect: Dialect) -> str:
 
 def run_step(operations: Operations, number: int) -> None:
     """Run one step, unless the database has seen it."""
-    context = operations.get_context()
-    if not context.as_sql:
-        if schema_version(operations.get_bind()) >= number:
-            return
-        if context.dialect.name == "postgresql":
-            operations.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"))
+    if operations.get_context().as_sql:
+        _run(operations, number)
+        return
+    connection = operations.get_bind()
+    if schema_version(connection) < number:
+        with _bounded_waiting(connection):
+            _run(operations, number)
+
+
+def _run(operations: Operations, number: int) -> None:
     STEPS[number - 1](operations)
     operations.execute(tables.meta.update().values(schema_version=number))
+
+
+@contextmanager
+def _bounded_waiting(connection: Connection) -> Iterator[None]:
+    """Give up on a table that is busy, and leave the rest of the transaction, which may be a user's, as it was."""
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    before = connection.execute(text("SELECT current_setting('lock_timeout')")).scalar_one()
+    setting = text("SELECT set_config('lock_timeout', :value, true)")
+    connection.execute(setting, {"value": f"{LOCK_TIMEOUT_SECONDS}s"})
+    yield
+    connection.execute(setting, {"value": before})
 
 
 class _taking_turns:  # noqa: N801  used like a function

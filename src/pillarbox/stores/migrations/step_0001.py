@@ -123,7 +123,7 @@ _INSTALL_ID: dict[str, sa.ColumnElement[UUID]] = {
 
 _SELECT = """
 CREATE VIEW outbox_events AS
-SELECT o.id, {event_id} AS event_id, o.event_type, r.name AS route, r.destination, o.topic, o.shard,
+SELECT o.id, o.event_id, o.event_type, r.name AS route, r.destination, o.topic, o.shard,
        {key} AS {quoted_key}, {tenant} AS tenant_id,
        {aggregate_type} AS aggregate_type, {aggregate_id} AS aggregate_id, {version} AS version, o.schema_version,
        o.status, o.attempts, o.available_at AS next_attempt_at,
@@ -137,7 +137,6 @@ LEFT JOIN pillarbox_routes r ON r.id = o.route
 LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
 """
 _FROM_HEADERS = (
-    "event_id",
     "aggregate_type",
     "aggregate_id",
     "version",
@@ -149,7 +148,6 @@ _FROM_HEADERS = (
 
 
 def _view(header: str, key: str, tenant: str, payload: str, quoted_key: str = "key") -> str:
-    # The event's id comes from the headers, too: MySQL and SQLite keep the column without its dashes.
     headers = {name: header.format(name) for name in _FROM_HEADERS}
     return _SELECT.format(key=key, tenant=tenant, payload=payload, quoted_key=quoted_key, **headers)
 

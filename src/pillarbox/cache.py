@@ -1,0 +1,85 @@
+"""The cache port: values that may be forgotten at any time, and are never older than the last `delete` of their key.
+
+Between reading a row and filling the cache with it, somebody may change the row and delete the key: a late fill would
+then bring the old value back, for as long as it lives. So a key that is not there is answered with a `Ticket`, and only
+a ticket fills. `delete` makes all tickets of a key worthless. Take the ticket first and read afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from . import clock
+from .errors import ConfigurationError
+
+TICKET_SECONDS = 10.0
+"""How long a ticket is good for. Who reads longer than that does not fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to fill a key with what is read from now on."""
+
+    key: str
+    number: str
+
+
+class Cache(Protocol):
+    """Where values are kept for a while. No method fails because the cache cannot be reached."""
+
+    async def get(self, keys: Collection[str]) -> dict[str, bytes | Ticket]:
+        """The value of each key, or a ticket where there is none. Keys that could not be asked for are left out."""
+        ...
+
+    async def set(self, values: Mapping[Ticket, bytes], *, ttl: float) -> None:
+        """Fill, for so many seconds. A ticket that has run out, or whose key was deleted since, fills nothing."""
+        ...
+
+    async def delete(self, keys: Collection[str]) -> None:
+        """Forget the values, and refuse all tickets given out so far. A cache out of reach does it when it is back."""
+        ...
+
+
+class MemoryCache:
+    """A cache for one process, which forgets what was used least once it holds ``size`` keys."""
+
+    def __init__(self, size: int = 10_000) -> None:
+        if size < 1:
+            raise ConfigurationError(f"a cache holds at least one key, got size={size}")
+        self._size = size
+        self._entries: OrderedDict[str, tuple[bytes | Ticket, float]] = OrderedDict()
+        self._numbers = count(1)
+
+    async def get(self, keys: Collection[str]) -> dict[str, bytes | Ticket]:
+        return {key: self._find(key) for key in keys}
+
+    async def set(self, values: Mapping[Ticket, bytes], *, ttl: float) -> None:
+        for ticket, value in values.items():
+            if self._live(ticket.key) == ticket:
+                self._put(ticket.key, value, ttl)
+
+    async def delete(self, keys: Collection[str]) -> None:
+        for key in keys:
+            self._entries.pop(key, None)
+
+    def _find(self, key: str) -> bytes | Ticket:
+        found = self._live(key)
+        if found is None:
+            found = Ticket(key, str(next(self._numbers)))
+            self._put(key, found, TICKET_SECONDS)
+        self._entries.move_to_end(key)
+        return found
+
+    def _live(self, key: str) -> bytes | Ticket | None:
+        entry, until = self._entries.get(key, (None, 0.0))
+        return entry if until > clock.current().monotonic() else None
+
+    def _put(self, key: str, entry: bytes | Ticket, seconds: float) -> None:
+        self._entries[key] = entry, clock.current().monotonic() + seconds
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._size:
+            self._entries.popitem(last=False)

@@ -1,0 +1,1 @@
+"""Caches: where read snapshots are kept beside the database."""
