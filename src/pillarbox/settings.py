@@ -1,7 +1,7 @@
 """Settings: one YAML file and the environment, every key documented and checked.
 
-A variable wins over the file, the file over the default, and `Settings.origins` says which of them it was. Only the command line reads
-settings: the library takes what it needs as arguments, and never looks at a file or a variable by itself.
+A variable wins over the file, the file over the default, and `Settings.origins` says which of them it was. Only the
+command line reads settings: the library takes what it needs as arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError as VariableError
-from sqlalchemy import make_url
+from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from .errors import SettingsError
@@ -51,11 +51,11 @@ _KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)
 _SECRET_OPTION = re.compile(r"pass|secret|token", re.IGNORECASE)
 
 
-def masked(url: str) -> str:
+def masked(url: str | URL) -> str:
     """A database URL that may be shown: without its password, wherever in it that stands."""
     parsed = make_url(url)
     hidden = {name: "***" for name in parsed.query if _SECRET_OPTION.search(name)}
-    return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
+    return parsed.update_query_dict(hidden).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
 def _check_url(secret: SecretStr) -> SecretStr:
@@ -83,7 +83,7 @@ def _yaml_off(value: object) -> object:
 
 def _no_boolean(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError(f"is a number, not {str(value).lower()}")  # noqa: TRY004  pydantic takes no TypeError
+        raise ValueError("must be a whole number")  # noqa: TRY004  pydantic takes no TypeError
     return value
 
 
@@ -101,9 +101,11 @@ class Service(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = Field(
-        None, description="Name of this service: the header `source_service` of its events.", examples=["shop"]
+        default=None, description="Name of this service: the header `source_service` of its events.", examples=["shop"]
     )
-    version: str | None = Field(None, description="Its version: the header `source_version`.", examples=["1.4.2"])
+    version: str | None = Field(
+        default=None, description="Its version: the header `source_version`.", examples=["1.4.2"]
+    )
 
 
 class Settings(BaseSettings):
@@ -114,26 +116,26 @@ class Settings(BaseSettings):
     )
 
     database_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = Field(
-        None,
+        default=None,
         description="SQLAlchemy URL of the database; without one, an embedded PostgreSQL is used.",
         examples=["postgresql+asyncpg://app@localhost/shop"],
     )
     home: Annotated[Path, AfterValidator(_absolute)] | None = Field(
-        None,
+        default=None,
         description="Folder for the embedded PostgreSQL; by default where the platform keeps such data.",
         examples=["~/.pillarbox"],
     )
     shards: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_no_boolean)] | None = Field(
-        None,
-        description="Number of shards, fixed by the first migration (16 without it); if given, the database must agree.",
+        default=None,
+        description="Number of shards, fixed by the first migration (16 if not given); later the database must agree.",
         examples=[16],
     )
     tenancy: Annotated[Literal["off", "required"], BeforeValidator(_yaml_off)] = Field(
-        "off", description="`required` refuses events without a tenant.", examples=["required"]
+        default="off", description="`required` refuses events without a tenant.", examples=["required"]
     )
     service: Service = Field(default_factory=Service)
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
-        "warning", description="What is logged on standard error.", examples=["info"]
+        default="warning", description="What is logged on standard error.", examples=["info"]
     )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -152,7 +154,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, path: Path | None = None) -> Self:
-        """Read the environment and the file: ``path``, else ``PILLARBOX_CONFIG``, else ``./pillarbox.yaml`` if it is there.
+        """Read the environment and the file: ``path``, else ``PILLARBOX_CONFIG``, else ``./pillarbox.yaml`` if there.
 
         `SettingsError` has one line per mistake.
         """
@@ -263,7 +265,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file}: must hold keys and values, like `log_level: info`")
     if repeated := [f"{file}: {mistake}; keep one of them" for mistake in _repetitions(node)]:
         raise SettingsError("\n".join(repeated))
-    return {str(key): value for key, value in content.items()}
+    return {str(key): value for key, value in content.items() if value is not None}  # a bare `service:` sets nothing
 
 
 def _repetitions(mapping: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import FreshDatabase
-from tests.servers import Server
+from tests.servers import Server, Servers
 
 CONTRACT = Path(__file__).parent.parent / "contract"
 SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqlite": "pysqlite"}
@@ -34,8 +34,11 @@ def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
 
 
-def test_without_a_database_twice_in_a_row(use_server: Callable[[str], Server]) -> None:
+def test_without_a_database_twice_in_a_row(
+    use_server: Callable[[str], Server], servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_server("embedded")
+    monkeypatch.setenv("PILLARBOX_HOME", str(servers.folder / "contract"))
     for _ in range(2):
         assert "2 sent, in order" in run("quickstart.py")
         assert "2 sent, in order" in run("own_session.py")

@@ -1,0 +1,93 @@
+"""The command line: ``pillarbox COMMAND``.
+
+A command is a module of this package, imported only when it is called for: what it needs is heavy, and ``--help`` must
+not wait for it. Whatever goes wrong ends here: as one line that says what and what to do, and a documented exit code.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from .. import __version__
+from ..errors import ConfigurationError, EmbeddedServerError, NotMigratedError, PillarboxError
+from .output import CommandError, Exit, complain
+
+_COMMANDS = {
+    "config": "Show the settings and where they come from.",
+    "demo": "Write under load, then compare ledger and outbox.",
+    "dev": "Servers for development.",
+    "doctor": "Examine the database: what is wrong, and what to do.",
+    "init": "Write a commented settings file.",
+    "migrate": "Bring the database to the schema of this release.",
+    "outbox": "Look into the outbox.",
+}
+
+
+class _Commands(click.Group):
+    """Knows its commands by name, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f".{cmd_name}", __name__).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="pillarbox %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Pillarbox: what you post is delivered."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no answer fails for a terminal that cannot show it
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code."""
+    try:
+        code = cli.main(list(arguments), prog_name="pillarbox", standalone_mode=False)
+        return code if isinstance(code, int) else Exit.FINE
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "pillarbox"
+        complain(f"{' '.join(error.format_message().split())} See `{path} --help`.")
+        return Exit.USAGE
+    except (CommandError, PillarboxError) as error:
+        complain(str(error))
+        return _code(error)
+    except (click.Abort, KeyboardInterrupt):
+        return Exit.INTERRUPTED
+    except Exception as error:
+        complain("".join(f"  {line}\n" for line in "".join(traceback.format_exception(error)).splitlines()))
+        complain("this is a bug in pillarbox: please report it, with the lines above")
+        return Exit.INTERNAL
+
+
+def _code(error: CommandError | PillarboxError) -> Exit:
+    if isinstance(error, CommandError):
+        return error.code
+    if isinstance(error, ConfigurationError):
+        return Exit.SETTINGS
+    if isinstance(error, NotMigratedError):
+        return Exit.NOT_MIGRATED
+    return Exit.UNREACHABLE if isinstance(error, EmbeddedServerError) else Exit.PROBLEM

@@ -1,0 +1,141 @@
+"""From the settings to a database that answers, and back out with one clear line if it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from ..embedded import EmbeddedPostgres
+from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
+from ..settings import Settings, masked
+from ..stores.migrations import check_schema
+from .output import CommandError, Exit, plain, redacted
+
+CONNECT_SECONDS = 10.0
+_EXTRAS = {"asyncpg": "postgres", "asyncmy": "mysql", "aiosqlite": "sqlite"}
+
+_T = TypeVar("_T")
+
+
+def load_settings(config: Path | None) -> Settings:
+    """The settings of this command; logging follows them."""
+    settings = Settings.load(config)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(levelname)s %(name)s: %(message)s"))
+    # Only our own loggers are turned up: others would show statements and their values.
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("pillarbox").setLevel(settings.log_level.upper())
+    return settings
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run it to the end. SIGINT and SIGTERM cancel it, so that it cleans up."""
+
+    async def until_told() -> _T:
+        task = asyncio.current_task()
+        if task is not None and sys.platform != "win32":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(until_told())
+    except asyncio.CancelledError:
+        raise CommandError("terminated", Exit.TERMINATED) from None
+
+
+async def ask(settings: Settings, question: Callable[[Connection], _T]) -> _T:
+    """Open the database, see that it is migrated, and ask."""
+    async with opened(settings) as engine, engine.connect() as connection:
+        await connection.run_sync(check_schema)
+        return await connection.run_sync(question)
+
+
+@asynccontextmanager
+async def opened(
+    settings: Settings, *, create: bool = False, embedded: str = "pillarbox"
+) -> AsyncIterator[AsyncEngine]:
+    """An engine whose database has answered.
+
+    ``create`` allows that a SQLite file does not exist yet; ``embedded`` names the database within the embedded server.
+    """
+    async with AsyncExitStack() as stack:
+        url = await _url(settings, embedded, stack)
+        file = _sqlite_file(url)
+        if file is not None and not create and not file.exists():
+            # Connecting would create it, and a typing error in its name would look like an empty outbox.
+            raise NotMigratedError(
+                f"the SQLite file {file} does not exist: correct database_url, or run `pillarbox migrate`"
+            )
+        engine = _engine(url)
+        stack.push_async_callback(engine.dispose)
+        where = masked(url)
+        try:
+            if file is not None:
+                # First without the async driver, whose thread writes a traceback of its own if it cannot open the file.
+                sqlite3.connect(file).close()
+            async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
+                pass
+        except Exception as error:  # drivers have errors of their own for what goes wrong before the first statement
+            source = settings.origins()["database_url"]
+            remedy = f"see that the server runs and that database_url (from {source}) is right"
+            raise CommandError(f"cannot reach {where}: {reason(error)}; {remedy}", Exit.UNREACHABLE) from error
+        try:
+            yield engine
+        except (DBAPIError, OSError) as error:
+            raise CommandError(f"{where} did not do as it was told: {reason(error)}", Exit.UNREACHABLE) from error
+
+
+def reason(error: BaseException) -> str:
+    """What a driver says, in one line: what follows the first one may quote data."""
+    said = str(error.orig if isinstance(error, DBAPIError) else error).strip()
+    return redacted(said.splitlines()[0]) if said else type(error).__name__
+
+
+async def _url(settings: Settings, database: str, stack: AsyncExitStack) -> URL:
+    if settings.database_url is not None:
+        return make_url(settings.database_url.get_secret_value())
+    postgres = embedded_postgres(settings, database)
+    await asyncio.to_thread(postgres.start)
+    stack.push_async_callback(asyncio.to_thread, postgres.stop)
+    return make_url(postgres.url)
+
+
+def embedded_postgres(settings: Settings, database: str = "pillarbox") -> EmbeddedPostgres:
+    """The embedded server of these settings."""
+    return EmbeddedPostgres(settings.home / "postgres" if settings.home else None, database)
+
+
+def _engine(url: URL) -> AsyncEngine:
+    # SQLite has one writer at a time: wait for it longer than the driver would.
+    sqlite = url.get_backend_name() == "sqlite"
+    extra: dict[str, Any] = {"connect_args": {"timeout": 30}} if sqlite else {"isolation_level": "READ COMMITTED"}
+    try:
+        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, **extra)
+    except ModuleNotFoundError as error:
+        if error.name in _EXTRAS:
+            raise MissingExtraError(url.drivername, extra=_EXTRAS[error.name]) from error
+        raise ConfigurationError(
+            f"{url.drivername} needs a package that is not installed: pip install {error.name}"
+        ) from error
+
+
+def _sqlite_file(url: URL) -> Path | None:
+    if url.get_backend_name() != "sqlite" or not url.database or url.database.startswith((":", "file:")):
+        return None
+    return Path(url.database)
+
+
+class _OneLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+        return plain(super().formatMessage(record))

@@ -1,0 +1,98 @@
+"""What commands print: JSON for machines, aligned text for people, and no control characters out of anybody's data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_PASSWORD_IN_URL = re.compile(r"(://[^:/@\s]*):\S*@")
+
+
+class Exit(IntEnum):
+    """How a command ends."""
+
+    FINE = 0
+    PROBLEM = 1
+    USAGE = 2
+    SETTINGS = 3
+    UNREACHABLE = 4
+    NOT_MIGRATED = 5
+    INTERNAL = 70
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class CommandError(Exception):
+    """Ends the command with a message and an exit code of its own."""
+
+    def __init__(self, message: str, code: Exit) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def options(command: _Command) -> _Command:
+    """The options that every command has."""
+    config = click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The settings file.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
+    return config(as_json(command))
+
+
+def emit(value: object, text: str, *, as_json: bool) -> None:
+    """Print the result: ``value`` for machines or ``text`` for people."""
+    # Escaped to ASCII, so JSON is harmless on a terminal, too.
+    click.echo(json.dumps(value, indent=2, default=_jsonable) if as_json else text)
+
+
+def complain(message: str) -> None:
+    """Say on standard error what is wrong, one line per mistake; indented lines belong to the one above."""
+    for line in message.splitlines():
+        prefix = "" if line.startswith(" ") else "error: "
+        click.echo(prefix + plain(redacted(line)), err=True)
+
+
+def redacted(text: str) -> str:
+    """The text without passwords in URLs: what others say may quote one."""
+    return _PASSWORD_IN_URL.sub(r"\1:***@", text)
+
+
+def plain(text: str) -> str:
+    """The text with everything escaped that could move the cursor, hide or reorder what is shown, or fake a line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns, headings included; a column whose last cell is a number is aligned to the right."""
+    cells = [[shown(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pads = [str.rjust if isinstance(value, int) else str.ljust for value in rows[-1]]
+    return "\n".join(
+        "  ".join(pad(cell, width) for cell, width, pad in zip(row, widths, pads, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def shown(value: object) -> str:
+    """A value as people read it."""
+    if value is None:
+        return "-"
+    return when(value) if isinstance(value, datetime) else plain(str(value))
+
+
+def when(moment: datetime) -> str:
+    """A moment in UTC."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _jsonable(value: object) -> str:
+    return when(value) if isinstance(value, datetime) else str(value)
