@@ -20,7 +20,9 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_wheel_runs_the_tutorial_in_a_clean_environment(tmp_path: Path, use_server: Callable[[str], Server]) -> None:
+def test_the_wheel_runs_the_tutorial_in_a_clean_environment(
+    tmp_path: Path, use_server: Callable[[str], Server]
+) -> None:
     use_server("embedded")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     [wheel] = tmp_path.glob("pillarbox-*.whl")
