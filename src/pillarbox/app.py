@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
-from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
@@ -237,13 +236,10 @@ class _BoxOutbox:
         self._router = box.router
         self.tenancy = box.tenancy
         self._registered: object = None
-        self._right: WeakSet[Engine] = WeakSet()
 
     def put_right(self, engine: Engine) -> None:
-        if engine not in self._right:
-            guard_commits(engine)
-            sqlite.put_right(engine)
-            self._right.add(engine)
+        guard_commits(engine)
+        sqlite.put_right(engine)
 
     def goes_anywhere(self, raised: Raised) -> bool:
         return bool(self._router.plan(raised.type))

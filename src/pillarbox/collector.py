@@ -19,7 +19,6 @@ from sqlalchemy.orm.attributes import flag_modified
 
 from . import commit
 from .aggregate import Aggregate, recorded_by
-from .context import check_header
 from .errors import SessionError
 from .event import Event, EventType, Raised, capture
 from .outbox import Delivery, stable_hash
@@ -37,7 +36,7 @@ class Outbox(Protocol):
     tenancy: Tenancy
 
     def put_right(self, engine: Engine) -> None:
-        """Make COMMIT and transactions on this engine what they must be. Asked for before every use."""
+        """Make COMMIT and transactions on this engine what they must be. Twice is fine."""
         ...
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
@@ -320,7 +319,7 @@ def _origin(entry: _Entry, deleted: set[int]) -> tuple[EventType, str, str, int 
     version = aggregate.aggregate_version
     if version is not None and id(aggregate) in deleted:
         version += 1
-    return kind, aggregate.aggregate_type, check_header("aggregate_id", aggregate.aggregate_id), version
+    return kind, aggregate.aggregate_type, check_key("aggregate_id", aggregate.aggregate_id, MAX_KEY_BYTES), version
 
 
 def _is_autocommit(connection: Connection) -> bool:

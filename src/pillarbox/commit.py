@@ -18,6 +18,9 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from .errors import CommitOutcomeUnknown
 
+GUARDED = "pillarbox_guards_commits"
+"""The mark of a dialect whose COMMIT is guarded."""
+
 Written = Sequence[tuple[UUID, int, int]]
 
 # Answers by which a PostgreSQL server says that it, or the connection, is going away: it may have committed before.
@@ -57,7 +60,7 @@ def forget(handle: int) -> None:
 def guard_commits(engine: Engine) -> None:
     """Make COMMIT on this engine uninterruptible, and its lost answers visible. Calling it twice is fine."""
     dialect: Any = engine.dialect
-    if getattr(dialect, "pillarbox_guards_commits", False):
+    if GUARDED in dialect.__dict__:
         return
     plain_commit = dialect.do_commit
 
@@ -74,7 +77,7 @@ def guard_commits(engine: Engine) -> None:
             raise CommitOutcomeUnknown(transaction.written() if transaction else ()) from error
 
     dialect.do_commit = do_commit
-    dialect.pillarbox_guards_commits = True
+    setattr(dialect, GUARDED, True)
     event.listen(engine, "handle_error", _throw_away)
 
 

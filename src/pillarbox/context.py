@@ -42,8 +42,6 @@ class EventContext:
 
     def headers(self) -> dict[str, str]:
         """The headers that these circumstances give."""
-        if self is _EMPTY:
-            return {}
         found = {_HEADERS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         headers = {name: value for name, value in found.items() if value is not None}
         if self.traceparent is not None:
@@ -52,8 +50,8 @@ class EventContext:
 
 
 _HEADERS = {"tenant": "tenant_id"}
-_EMPTY = EventContext()
-_current: ContextVar[EventContext] = ContextVar("pillarbox_context", default=_EMPTY)
+NO_CONTEXT = EventContext()
+_current: ContextVar[EventContext] = ContextVar("pillarbox_context", default=NO_CONTEXT)
 
 
 def current_context() -> EventContext:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from .codec import Codec, Content
-from .context import check_header
+from .context import NO_CONTEXT, check_header
 from .errors import HeaderError, PayloadTooLargeError, RouteError, TenancyError
 from .event import EventType, Raised, registry
 from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, stable_hash
@@ -228,7 +228,9 @@ class Router:
             )
             body = codec.encode(Content(kind.name, version, raised.event_id, raised.occurred_at, payload), headers)
             self._check_size(route, body, headers, payload)
-            ordering = check_key("key", route.key(raised.event) if route.key else origin.aggregate_id, MAX_KEY_BYTES)
+            ordering = origin.aggregate_id
+            if route.key is not None:
+                ordering = check_key("key", route.key(raised.event), MAX_KEY_BYTES)
             if route.shard_by == "tenant" and tenant is None:
                 raise TenancyError(f"{route!r} is sharded by tenant, and this event has none")
             unit = ordering if route.shard_by == "key" else tenant or ""
@@ -315,8 +317,9 @@ def _headers(raised: Raised, origin: Origin, version: int, content_type: str, te
         "content_type": content_type,
         "event_index": str(origin.index),
         "event_count": str(origin.count),
-        **raised.context.headers(),
     }
+    if raised.context is not NO_CONTEXT:
+        headers |= raised.context.headers()
     if tenant is not None:
         headers["tenant_id"] = tenant
     if origin.version is not None:

@@ -29,6 +29,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from .aggregate import Aggregate
 from .collector import Collector, Outbox
+from .commit import GUARDED
 from .errors import BulkStatementError, ConcurrencyError, SessionError, SessionNotBoundError, SessionSharedError
 
 BULK_ALLOWED = "pillarbox_bulk"
@@ -46,14 +47,16 @@ class BoundSession(Session):
         self._holder: greenlet.greenlet | None = None
 
     def flush(self, objects: Any = None) -> None:
-        with self._alone():
-            try:
-                if objects is None and self.collector.pending:
-                    self.collector.flush(super().flush)
-                else:
-                    super().flush(objects)
-            except StaleDataError as error:
-                raise ConcurrencyError(f"somebody else changed or deleted it first: {error}") from error
+        before = self._enter()
+        try:
+            if objects is None and self.collector.pending:
+                self.collector.flush(super().flush)
+            else:
+                super().flush(objects)
+        except StaleDataError as error:
+            raise ConcurrencyError(f"somebody else changed or deleted it first: {error}") from error
+        finally:
+            self._holder = before
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone():
@@ -102,7 +105,8 @@ class BoundSession(Session):
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         bind = super().get_bind(*args, **kwargs)
-        self.pillarbox.put_right(bind.engine)
+        if GUARDED not in bind.dialect.__dict__:
+            self.pillarbox.put_right(bind.engine)
         return bind
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
@@ -120,24 +124,24 @@ class BoundSession(Session):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Every operation of an AsyncSession runs in a greenlet of its own, and every thread has one: two at once are
-        two users.
-        """
-        me = greenlet.getcurrent()
-        holder = self._holder
-        if holder is me:
+        before = self._enter()
+        try:
             yield
-            return
-        if holder is not None and not holder.dead:
+        finally:
+            self._holder = before
+
+    def _enter(self) -> greenlet.greenlet | None:
+        """Every operation of an AsyncSession runs in a greenlet of its own, and every thread has one: two at once are
+        two users. Who was here before comes back, to be put back by whoever leaves.
+        """
+        me, before = greenlet.getcurrent(), self._holder
+        if before is not None and before is not me and not before.dead:
             raise SessionSharedError(
                 "two tasks or threads use one session at the same time; give each its own "
                 "(handing a session on is fine)"
             )
         self._holder = me
-        try:
-            yield
-        finally:
-            self._holder = None
+        return before if before is me else None
 
 
 def bind(maker: Any, outbox: Outbox) -> None:

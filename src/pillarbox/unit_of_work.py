@@ -206,7 +206,9 @@ async def _finish(clean_up: Callable[[], Awaitable[None]], session: AsyncSession
     """
     cleaning = asyncio.ensure_future(clean_up())
     try:
-        await asyncio.wait_for(asyncio.shield(cleaning), CLEANUP_SECONDS)
+        # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
+        async with asyncio.timeout(CLEANUP_SECONDS):
+            await asyncio.shield(cleaning)
     except asyncio.CancelledError:
         await asyncio.wait([cleaning], timeout=CLEANUP_SECONDS)
         if not cleaning.done():

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from pillarbox import CommitOutcomeUnknown, Pillarbox
-from pillarbox.commit import guard_commits, was_answered
+from pillarbox.commit import GUARDED, guard_commits, was_answered
 from pillarbox.errors import SessionError
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, until_somebody_waits, written
@@ -304,7 +304,7 @@ def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -
         plain(dialect, connection)  # type: ignore[arg-type]
 
     dialect.do_commit = waiting_commit  # type: ignore[method-assign, assignment]
-    dialect.pillarbox_guards_commits = False  # type: ignore[attr-defined]
+    delattr(dialect, GUARDED)
     guard_commits(engine)
     assert dialect.do_commit is not guarded
 
