@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -54,7 +54,8 @@ class SystemClock:
         stamp = (time.time_ns() << 12) // 1_000_000
         with self._lock:
             self._last = stamp = max(stamp, self._last + 1)
-        return uuid7(stamp, int.from_bytes(os.urandom(8), "big") >> 2)
+        # Unique, not secret; and the generator is seeded anew in a forked process.
+        return uuid7(stamp, random.getrandbits(62))  # noqa: S311
 
 
 def uuid7(stamp: int, tail: int) -> UUID:

@@ -218,7 +218,9 @@ class Collector:
         self._published.clear()
 
     def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
-        seen = set().union(*(frame.identities for frame in self._frames))
+        seen = {identity for frame in self._frames for identity in frame.identities}
+        if len(entries) == 1 and not seen:
+            return entries
         first: dict[object, _Entry] = {}
         for entry in entries:
             first.setdefault(entry.identity, entry)
@@ -261,9 +263,11 @@ class Collector:
         return [(row.event_id, row.route, row.schema_version) for frame in self._frames for row in frame.deliveries]
 
     def _tenant_of(self, entry: _Entry) -> str | None:
-        raised = entry.raised
-        given = entry.tenant or session_tenant(self.session) or raised.context.tenant
-        tenant = self._outbox.tenancy.tenant_of(self.session, given, raised.type.name)
+        tenancy, session, raised = self._outbox.tenancy, self.session, entry.raised
+        given = entry.tenant or session_tenant(session) or raised.context.tenant
+        if given is None and not tenancy.required:
+            return None
+        tenant = tenancy.tenant_of(session, given, raised.type.name)
         return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
 
     # -- transactions and savepoints -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ answer is waited for, and the cancellation arrives after it. And an error that i
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
@@ -20,6 +21,9 @@ from .errors import CommitOutcomeUnknown
 
 GUARDED = "pillarbox_guards_commits"
 """The mark of a dialect whose COMMIT is guarded."""
+
+_uninterrupted: contextvars.ContextVar[bool] = contextvars.ContextVar("pillarbox_uninterrupted", default=False)
+"""Whether the running task is one that no cancellation reaches: then COMMIT needs no protection of its own."""
 
 Written = Sequence[tuple[UUID, int, int]]
 
@@ -66,7 +70,7 @@ def guard_commits(engine: Engine) -> None:
 
     def do_commit(dbapi_connection: Any) -> None:
         try:
-            if dialect.is_async:
+            if dialect.is_async and not _uninterrupted.get():
                 await_only(_to_the_end(plain_commit, dbapi_connection))
             else:
                 plain_commit(dbapi_connection)
@@ -109,6 +113,25 @@ def _first(error: BaseException, *names: str) -> object:
             if value := getattr(holder, name, None):
                 return value
     return None
+
+
+async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
+    """Run blocking work of an async session to its end, even if we are cancelled: the cancellation is raised after it.
+
+    A second cancellation does not wait.
+    """
+    context = contextvars.copy_context()
+    context.run(_uninterrupted.set, True)
+    task = asyncio.get_running_loop().create_task(greenlet_spawn(work, *arguments), context=context)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError as cancelled:
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        raise cancelled from (None if task.cancelled() else task.exception())
 
 
 async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:

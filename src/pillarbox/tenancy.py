@@ -171,6 +171,8 @@ class Tenancy:
             return
         if self.required:
             self._claim(session, "this box")
+        if not scoped_tables:
+            return
         for instance in (*session.new, *session.dirty, *session.deleted):
             if isinstance(instance, TenantScoped):
                 self._check_row(session, instance)

@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 
 from .aggregate import Aggregate
+from .commit import uninterrupted
 from .errors import SessionError
 from .session import collector_of
 from .tenancy import Tenancy
@@ -177,14 +178,14 @@ class UnitOfWork:
         await (self._savepoint.commit() if error is None else self._savepoint.rollback())
 
     async def _end(self, error: BaseException | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if error is None:
+            await uninterrupted(_commit_and_close, self.session.sync_session)
+            return
         try:
-            if error is None:
-                await self.commit()
-            else:
-                await _finish(self.session.rollback, self.session)
+            await _finish(self.session.rollback, self.session)
         finally:
-            if self._alarm is not None:
-                self._alarm.cancel()
             await _finish(self.session.close, self.session)
 
     def _warn(self, task: asyncio.Task[Any] | None) -> None:
@@ -198,6 +199,13 @@ class UnitOfWork:
             self._slow_after,
             stack,
         )
+
+
+def _commit_and_close(session: Session) -> None:
+    try:
+        session.commit()
+    finally:
+        session.close()
 
 
 async def _finish(clean_up: Callable[[], Awaitable[None]], session: AsyncSession) -> None:
