@@ -55,7 +55,7 @@ class SystemClock:
         with self._lock:
             self._last = stamp = max(stamp, self._last + 1)
         # Unique, not secret; and the generator is seeded anew in a forked process.
-        return uuid7(stamp, random.getrandbits(62))  # noqa: S311
+        return uuid7(stamp, random.getrandbits(62))
 
 
 def uuid7(stamp: int, tail: int) -> UUID:
