@@ -75,8 +75,11 @@ class BoundSession(Session):
         return super().get(entity, *args, **kwargs)
 
     def commit(self) -> None:
-        with self._alone():
+        before = self._enter()
+        try:
             super().commit()
+        finally:
+            self._holder = before
 
     def rollback(self) -> None:
         with self._alone():

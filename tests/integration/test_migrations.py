@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import Pillarbox
 from pillarbox.errors import ConfigurationError, NotMigratedError
-from pillarbox.stores.migrations import STEPS, check_schema, migrate, migration_sql, schema_version
+from pillarbox.stores.migrations import STEPS, migrate, migration_sql
+from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
 from pillarbox.stores.tables import metadata, outbox
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
@@ -38,6 +39,9 @@ async def _migrate(engine: AsyncEngine) -> int:
 
 
 class TestMigrate:
+    def test_the_release_knows_its_last_step(self) -> None:
+        assert len(STEPS) == SCHEMA_VERSION
+
     async def test_steps_are_run_once(self, engine: AsyncEngine) -> None:
         async with engine.connect() as connection:
             assert await connection.run_sync(schema_version) == 0

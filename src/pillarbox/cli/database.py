@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from ..embedded import EmbeddedPostgres
 from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
 from ..settings import Settings, masked
-from ..stores.migrations import check_schema
+from ..stores.schema import check_schema
 from .output import CommandError, Exit, plain, redacted
 
 CONNECT_SECONDS = 10.0

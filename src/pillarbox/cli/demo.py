@@ -32,7 +32,7 @@ from ..event import IntegrationEvent
 from ..route import Route
 from ..settings import Settings
 from ..stores.columns import ByteExact
-from ..stores.migrations import check_schema
+from ..stores.schema import check_schema
 from ..stores.tables import lanes, outbox, routes
 from ..transports.memory import MemoryTransport
 from ..unit_of_work import UnitOfWork

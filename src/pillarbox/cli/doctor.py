@@ -14,7 +14,7 @@ from ..errors import NotMigratedError, StoreError
 from ..outbox import Status
 from ..settings import Settings, masked
 from ..stores import inspection
-from ..stores.migrations import check_schema, schema_version
+from ..stores.schema import check_schema, schema_version
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, emit, options, plain
 

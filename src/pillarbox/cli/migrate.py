@@ -9,7 +9,8 @@ from sqlalchemy import make_url
 
 from ..app import Pillarbox
 from ..settings import Settings
-from ..stores.migrations import migration_sql, schema_version
+from ..stores.migrations import migration_sql
+from ..stores.schema import schema_version
 from .database import load_settings, opened, run
 from .output import emit, options
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection, Dialect, inspect, select, text
+from sqlalchemy import Connection, Dialect, text
 
-from ...errors import NotMigratedError
 from .. import tables
+from ..schema import schema_version
 from . import step_0001
 
 LOCK_TIMEOUT_SECONDS = 5
@@ -26,26 +26,6 @@ _ADVISORY_LOCK = 0x70696C6C61726278
 
 Step = Callable[[Operations], None]
 STEPS: tuple[Step, ...] = (step_0001.upgrade,)
-
-
-def schema_version(connection: Connection) -> int:
-    """How many steps this database has seen; 0 if Pillarbox is not there."""
-    if not inspect(connection).has_table(tables.meta.name):
-        return 0
-    return connection.execute(select(tables.meta.c.schema_version)).scalar() or 0
-
-
-def check_schema(connection: Connection) -> None:
-    """`NotMigratedError` unless the database has exactly the schema of this release."""
-    found = schema_version(connection)
-    if found < len(STEPS):
-        raise NotMigratedError(
-            f"the database has schema version {found} and this release needs {len(STEPS)}: run `pillarbox migrate`"
-        )
-    if found > len(STEPS):
-        raise NotMigratedError(
-            f"the database has schema version {found}, newer than this release knows ({len(STEPS)}): upgrade pillarbox"
-        )
 
 
 def migrate(connection: Connection) -> int:
