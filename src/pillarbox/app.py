@@ -97,7 +97,7 @@ class Pillarbox:
             if self._given is None:
                 self._embedded = EmbeddedPostgres()
                 await asyncio.to_thread(self._embedded.start)
-                self._use(create_async_engine(self._embedded.url))
+                self._use(_engine_for(self._embedded.url))
             else:
                 self._use(_engine_for(str(self._given)))
         if self._row_security:
