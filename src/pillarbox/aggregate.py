@@ -71,7 +71,10 @@ class Aggregate:
             raise EventError(
                 f"{type(self).__name__} has no identity yet: give it an id when it is made, or define `aggregate_id`"
             )
-        return ":".join(str(part) for part in parts)
+        if len(parts) == 1:
+            return str(parts[0])
+        # The parts of a composite key must stay apart: "x:y" and "z" are not "x" and "y:z".
+        return ":".join(str(part).replace("%", "%25").replace(":", "%3A") for part in parts)
 
     @property
     def aggregate_version(self) -> int | None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, make_url, update
+from sqlalchemy import URL, Connection, Engine, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -60,6 +60,8 @@ class Pillarbox:
                 f"engine must be an AsyncEngine, a database URL or None, got {type(engine).__name__}; "
                 "a plain Session is bound with box.bind(sessionmaker(...))"
             )
+        if isinstance(routes, Route) or not isinstance(transports or {}, Mapping):
+            raise ConfigurationError("routes is a list of Route, and transports a dict of transports by name")
         self._given = engine
         self._engine: AsyncEngine | None = None
         self._embedded: EmbeddedPostgres | None = None
@@ -268,14 +270,33 @@ class _BoxOutbox:
 
 
 def _engine_for(url: str) -> AsyncEngine:
+    """An engine for a URL, with the usual async driver if it names none."""
     try:
-        return create_async_engine(url)
-    except ModuleNotFoundError as error:
-        name = make_url(url).get_backend_name()
-        extra = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}.get(name, "all")
-        raise MissingExtraError(f"a {name} database", extra=extra) from error
+        parsed = make_url(url)
+        driver, extra = _DRIVERS[parsed.get_backend_name()]
+        if "+" not in parsed.drivername:
+            parsed = parsed.set(drivername=f"{parsed.drivername}+{driver}")
+        return _create(parsed, extra)
+    except KeyError as error:
+        raise ConfigurationError(f"{error.args[0]} is not supported; use {', '.join(_DRIVERS)}") from None
     except (ArgumentError, InvalidRequestError) as error:
         raise ConfigurationError(
             "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database "
             f"({str(error).partition('(Background')[0].strip()})"
         ) from error
+
+
+def _create(url: URL, extra: str) -> AsyncEngine:
+    try:
+        return create_async_engine(url)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"the database driver {error.name}", extra=extra) from error
+
+
+_DRIVERS = {
+    "postgresql": ("asyncpg", "postgres"),
+    "mysql": ("asyncmy", "mysql"),
+    "mariadb": ("asyncmy", "mysql"),
+    "sqlite": ("aiosqlite", "sqlite"),
+}
+"""The usual driver of each database, and the extra that brings it."""

@@ -19,7 +19,7 @@ from sqlalchemy.orm.attributes import flag_modified
 
 from . import commit
 from .aggregate import Aggregate, recorded_by
-from .errors import SessionError
+from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
 from .outbox import Delivery, stable_hash
 from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
@@ -70,6 +70,11 @@ class _Entry(NamedTuple):
     ordered: bool = False
 
     @property
+    def content(self) -> object:
+        """What must not differ when one event is recorded twice."""
+        return self.raised.payload, self.key, id(self.aggregate)
+
+    @property
     def identity(self) -> object:
         """Which event this is. Foreign classes carry no id: then it is the object itself, which the record keeps."""
         return self.raised.event_id if isinstance(self.raised.event, Event) else id(self.raised.event)
@@ -83,7 +88,7 @@ class _Frame:
     def __init__(self) -> None:
         self.aggregates: dict[int, Aggregate] = {}
         self.deliveries: list[Delivery] = []
-        self.identities: set[object] = set()
+        self.identities: dict[object, object] = {}
         self.committed = False
 
     def absorb(self, inner: _Frame) -> None:
@@ -178,7 +183,8 @@ class Collector:
                 identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
             }
             self._touched = dict(prepared)
-            deleted = {identity for identity, aggregate in prepared.items() if self._prepare_row(aggregate)}
+            with self.session.no_autoflush:  # to look at an expired row loads it, and that would flush
+                deleted = {identity for identity, aggregate in prepared.items() if self._prepare_row(aggregate)}
             flush_orm()
             if self._touched.keys() <= prepared.keys():
                 self._write(deleted)
@@ -211,20 +217,28 @@ class Collector:
         frame = self._frames[-1]
         if wanted:
             frame.deliveries += self._append(wanted)
-        frame.identities.update(entry.identity for entry in entries)
+        frame.identities.update((entry.identity, entry.content) for entry in entries)
         for aggregate in self._touched.values():
             recorded_by(aggregate).events.clear()
         self._touched.clear()
         self._published.clear()
 
     def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
-        seen = {identity for frame in self._frames for identity in frame.identities}
+        """An event that is recorded twice is written once. Two events with one id are a mistake."""
+        seen = {identity: content for frame in self._frames for identity, content in frame.identities.items()}
         if len(entries) == 1 and not seen:
             return entries
-        first: dict[object, _Entry] = {}
+        new = []
         for entry in entries:
-            first.setdefault(entry.identity, entry)
-        return [entry for identity, entry in first.items() if identity not in seen]
+            if entry.identity not in seen:
+                seen[entry.identity] = entry.content
+                new.append(entry)
+            elif seen[entry.identity] != entry.content:
+                raise DuplicateEventError(
+                    f"the event id {entry.raised.event_id} was recorded twice in this transaction, "
+                    "with another content, key or aggregate: make a new event"
+                )
+        return new
 
     def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
         connection = self._connection()

@@ -14,11 +14,13 @@ Frozen dataclasses, msgspec Structs and pydantic models are events too, once `re
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
 import typing
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, TypeVar
 from uuid import UUID
@@ -46,6 +48,9 @@ class _Declared:
 
     def __init_subclass__(cls, *, name: str | None = None, version: int = 1) -> None:
         super().__init_subclass__()
+        taken = IDENTITY & inspect.get_annotations(cls).keys()
+        if taken and cls.__qualname__ != "Event":
+            raise ConfigurationError(f"{cls.__qualname__}: every event has a field {min(taken)!r} already")
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         if name is not None:
             registry.register(cls, name=name, version=version, integration=issubclass(cls, IntegrationEvent))
@@ -80,6 +85,15 @@ class EventType:
     def shape(self) -> type:
         """What plain values are checked against: the annotations, without the identity that our own events add."""
         return self._shape() if issubclass(self.cls, Event) else self.cls
+
+    @cached_property
+    def decimals(self) -> tuple[str, ...]:
+        """Fields that must be exact: msgspec would take a float for a Decimal, and then its digits."""
+        try:
+            hints = typing.get_type_hints(self.cls)
+        except (NameError, TypeError):
+            return ()  # the shape has a better message
+        return tuple(name for name, hint in hints.items() if hint in (Decimal, Decimal | None))
 
     def check(self, payload: Mapping[str, Any]) -> Any:
         """The payload by its annotations; `PayloadError` names the field that does not fit."""
@@ -245,13 +259,24 @@ def capture(event: object) -> Raised:
     else:
         event_id, occurred_at = _foreign_identity(event)
         fields = list(fields_of(event).items())
+    _check_identity(event_id, occurred_at)
+    payload = plain_fields(fields)
+    for name in kind.decimals:
+        if isinstance(payload.get(name), (int, float)):
+            raise PayloadError(name, f"expected Decimal, got {type(getattr(event, name)).__name__}")
+    kind.check(payload)
+    return Raised(event, kind, event_id, occurred_at.astimezone(UTC), payload, current_context(), next(_sequence))
+
+
+def _check_identity(event_id: object, occurred_at: object) -> None:
+    if not isinstance(event_id, UUID):
+        raise PayloadError("event_id", f"expected UUID, got {type(event_id).__name__}")
+    if not isinstance(occurred_at, datetime):
+        raise PayloadError("occurred_at", f"expected datetime, got {type(occurred_at).__name__}")
     if occurred_at.utcoffset() is None:
         raise PayloadError(
             "occurred_at", f"is the naive datetime {occurred_at.isoformat()}: give it a time zone, best UTC"
         )
-    payload = plain_fields(fields)
-    kind.check(payload)
-    return Raised(event, kind, event_id, occurred_at.astimezone(UTC), payload, current_context(), next(_sequence))
 
 
 def _foreign_identity(event: object) -> tuple[UUID, datetime]:

@@ -27,7 +27,10 @@ T = TypeVar("T")
 class HasSession(Protocol):
     """A `UnitOfWork`, as far as a repository needs to know it."""
 
-    session: AsyncSession
+    @property
+    def session(self) -> AsyncSession:
+        """The session that the repository works in."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ bytes. The relay only carries.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
@@ -22,6 +23,8 @@ from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, stable_hash
 from .payload import Plain
 from .retry import RetryPolicy
 from .transport import Capabilities
+
+logger = logging.getLogger("pillarbox")
 
 PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*(?:\.\*\*)?|\*\*")
 PLACEHOLDERS = frozenset({"tenant", "aggregate"})
@@ -73,6 +76,8 @@ class Route:
             policy = FailurePolicy(on_failure)
         except ValueError:
             raise RouteError(f"{self!r}: on_failure is 'park' or 'skip', got {on_failure!r}") from None
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise RouteError(f"{self!r}: retry is a RetryPolicy, got {retry!r}")
         self.record = RouteRecord(self.name, to, topic, version, policy, retry or RetryPolicy())
         self.id = self.record.id
 
@@ -127,7 +132,9 @@ class Route:
             )
         if set("{}") & set(re.sub(r"\{[^{}]*\}", "", self.topic)):
             raise RouteError(f"{self!r}: the topic has an unbalanced brace")
-        if self.version is not None and self.version < 1:
+        if self.key is not None and not callable(self.key):
+            raise RouteError(f"{self!r}: key is a function of the event, got {self.key!r}")
+        if self.version is not None and (type(self.version) is not int or self.version < 1):
             raise RouteError(f"{self!r}: version must be a whole number from 1, got {self.version!r}")
         if self.shard_by not in ("key", "tenant"):
             raise RouteError(f"{self!r}: shard_by is 'key' or 'tenant', got {self.shard_by!r}")
@@ -211,6 +218,8 @@ class Router:
         if plan is None:
             away = [route for route in self._routes if kind.integration and route.matches(kind.name)]
             plan = self._plans[kind] = (*_once_per_topic(away, kind), *self._handled.get(kind.name, ()))
+            if kind.integration and not plan:
+                logger.warning("%s matches no route and has no handler: it is written nowhere", kind.name)
         return plan
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:

@@ -54,6 +54,8 @@ _SECRET_OPTION = re.compile(r"pass|secret|token", re.IGNORECASE)
 def masked(url: str | URL) -> str:
     """A database URL that may be shown: without its password, wherever in it that stands."""
     parsed = make_url(url)
+    if parsed.host and "@" in parsed.host:  # a password with a bare @ in it: all before the last one is secret
+        parsed = parsed.set(host=parsed.host.rpartition("@")[2])
     hidden = {name: "***" for name in parsed.query if _SECRET_OPTION.search(name)}
     return parsed.update_query_dict(hidden).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 

@@ -58,8 +58,6 @@ class SessionPublisher:
 class UnitOfWork:
     """A session and its transaction. Made by ``box.unit_of_work()``."""
 
-    session: AsyncSession
-
     def __init__(
         self,
         sessions: async_sessionmaker[AsyncSession],
@@ -79,14 +77,21 @@ class UnitOfWork:
         self._outer: UnitOfWork | None = None
         self._savepoint: Any = None
         self._alarm: asyncio.TimerHandle | None = None
+        self._session: AsyncSession | None = None
+        self._open = False
         self._token: Token[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] | None = None
 
     @property
+    def session(self) -> AsyncSession:
+        """The session, from entering the block to leaving it."""
+        if self._session is None or not self._open:
+            raise SessionError("this unit of work is not open: work inside its `async with` block")
+        return self._session
+
+    @property
     def committed(self) -> bool:
-        """Whether the newest transaction has committed. Right also for a task that was cancelled while COMMIT was on
-        its way.
-        """
-        return hasattr(self, "session") and collector_of(self.session).committed
+        """Whether the newest transaction has committed. Right also for a task that was cancelled meanwhile."""
+        return self._session is not None and collector_of(self._session).committed
 
     # -- what people do with it ----------------------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class UnitOfWork:
         ):
             await self._join(around[0])
         else:
-            self.session = self._sessions()
+            self._session, self._open = self._sessions(), True
             self.session.info["uow"] = self
             self._tenancy.assign(self.session.sync_session, self._tenant)
             self.session.sync_session.begin()
@@ -163,13 +168,16 @@ class UnitOfWork:
             if self._timeout is not None:
                 await self._timeout.__aexit__(kind, error, trace)
         finally:
-            await (self._leave(error) if self._outer else self._end(error))
+            try:
+                await (self._leave(error) if self._outer else self._end(error))
+            finally:
+                self._open = False
 
     async def _join(self, outer: UnitOfWork) -> None:
         if self._tenant is not None and self._tenant != self._tenancy.of(outer.session.sync_session):
             raise SessionError("the unit of work around this one has another tenant: say new_transaction=True")
         self._outer = outer
-        self.session = outer.session
+        self._session, self._open = outer.session, True
         self._savepoint = await self.session.begin_nested()
 
     async def _leave(self, error: BaseException | None) -> None:

@@ -678,7 +678,7 @@ class TestDoctor:
         found = checks(pillarbox.json("doctor"))["lanes"]
         assert found["state"] == "warning"
         assert re.search(r"3 deliveries of route '.*' wait in \d lanes that nobody serves", found["found"])
-        assert "run a relay" in found["remedy"]
+        assert "wait for a relay" in found["remedy"]
         execute(filled, "UPDATE pillarbox_lanes SET locked_until = :later", later="2999-01-01 00:00:00")
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "ok"
         execute(filled, "UPDATE pillarbox_lanes SET locked_until = :past", past="2001-01-01 00:00:00")

@@ -23,6 +23,7 @@ from pillarbox import (
     DuplicateEventError,
     EventPublisher,
     Pillarbox,
+    Route,
     event_context,
 )
 from pillarbox.errors import (
@@ -34,6 +35,7 @@ from pillarbox.errors import (
     SessionNotBoundError,
     SessionSharedError,
 )
+from pillarbox.transports.memory import MemoryTransport
 from tests.domain import (
     Base,
     DiscountConsidered,
@@ -133,13 +135,24 @@ class TestCommitAndRollback:
         [
             ("postgresql+psycopg2://host/db", "async driver"),
             ("not a url", "database URL"),
-            ("nosuch+driver://host/db", "database URL"),
+            ("oracle://host/db", "not supported"),
             (create_engine("sqlite://"), "AsyncEngine"),
         ],
     )
     async def test_an_engine_that_cannot_be_used_is_refused_in_one_line(self, engine: Any, complaint: str) -> None:
         with pytest.raises(ConfigurationError, match=complaint):
             await Pillarbox(engine).start()
+
+    async def test_a_url_without_a_driver_gets_the_usual_one(self, sqlite_database: Database) -> None:
+        async with order_box(sqlite_database.url().replace("+aiosqlite", "")) as box:
+            assert box.engine.driver == "aiosqlite"
+
+    @pytest.mark.parametrize(
+        "options", [{"routes": Route("a.*", to="b", topic="t")}, {"transports": [MemoryTransport()]}]
+    )
+    def test_routes_and_transports_of_the_wrong_kind_are_refused(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match="routes is a list"):
+            Pillarbox("sqlite://", **options)
 
     async def test_the_box_disposes_only_an_engine_that_it_made(self, sqlite_database: Database) -> None:
         engine = create_async_engine(sqlite_database.url())
@@ -324,6 +337,51 @@ class TestCollection:
             async with box.unit_of_work() as uow:
                 uow.publish(event, key="k")
         assert await written(box.engine) == ["noted"]
+
+    async def test_two_events_with_one_id_are_a_mistake(self, one_box: Pillarbox) -> None:
+        event = OrderNoted(note="one")
+        for other, key in ((OrderNoted(note="two", event_id=event.event_id), "k"), (event, "another key")):
+            with pytest.raises(DuplicateEventError, match="make a new event"):
+                async with one_box.unit_of_work() as uow:
+                    uow.publish(event, key="k")
+                    uow.publish(other, key=key)
+            with pytest.raises(DuplicateEventError, match="make a new event"):
+                async with one_box.unit_of_work() as uow:
+                    uow.publish(event, key="k")
+                    await uow.flush()
+                    uow.publish(other, key=key)
+        assert await written(one_box.engine) == []
+
+    async def test_an_expired_aggregate_can_raise(self, box: Pillarbox) -> None:
+        async with box.bind(async_sessionmaker(box.engine))() as session:
+            order = Order.place()
+            session.add(order)
+            await session.commit()
+            order.note("expired by the commit")
+            await session.commit()
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.noted", "2"),
+        ]
+
+    async def test_a_unit_of_work_that_is_not_open_is_refused(self, one_box: Pillarbox) -> None:
+        uow = one_box.unit_of_work()
+        with pytest.raises(SessionError, match="not open"):
+            uow.publish(OrderNoted(note="too early"), key="k")
+        async with uow:
+            pass
+        with pytest.raises(SessionError, match="not open"):
+            uow.publish(OrderNoted(note="too late"), key="k")
+
+    async def test_an_event_that_goes_nowhere_is_reported_once(
+        self, sqlite_database: Database, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with Pillarbox(sqlite_database.url()) as box:
+            await box.migrate()
+            for _ in range(2):
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="nobody wants it"), key="k")
+        assert caplog.text.count("matches no route") == 1
 
     async def test_plain_aggregates_are_asked_for_their_events(self, one_box: Pillarbox) -> None:
         class Basket(Aggregate):

@@ -26,7 +26,6 @@ from sqlalchemy.exc import IntegrityError
 
 from pillarbox import Pillarbox
 from pillarbox.embedded import EmbeddedPostgres
-from pillarbox.session import collector_of
 from pillarbox.stores.tables import outbox
 from pillarbox.unit_of_work import UnitOfWork
 from tests.domain import Order, OrderNoted, OrderPlaced, OrderRepriced, order_box, set_up
@@ -143,9 +142,10 @@ class Run:
             self.model.rollback(self.before)
         except asyncio.CancelledError:
             # Only a COMMIT that was under way can have gone through; whoever was cancelled can tell.
-            self.model.commit() if collector_of(
-                uow.session
-            ).committed and self._was_committing() else self.model.rollback(self.before)
+            if uow.committed and self._was_committing():
+                self.model.commit()
+            else:
+                self.model.rollback(self.before)
             raise
         else:
             self.model.commit()

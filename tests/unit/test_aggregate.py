@@ -85,6 +85,7 @@ class TestIdentity:
         assert (data.aggregate_type, data.aggregate_id, data.aggregate_version) == ("first_data", "7", 3)
         last = Last(tenant="acme", number=7)
         assert (last.aggregate_type, last.aggregate_id, last.aggregate_version) == ("last", "acme:7", None)
+        assert Last(tenant="a:1", number=7).aggregate_id == "a%3A1:7"
 
     def test_plain_classes_tell_their_attributes(self) -> None:
         cart = ShoppingCart(UUID(int=1))

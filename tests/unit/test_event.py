@@ -382,3 +382,30 @@ class TestClock:
             event = Listed(names=[])
         assert event.occurred_at == datetime(2026, 1, 1, tzinfo=UTC)
         assert event.event_id == UUID("00000000-0001-7000-8000-000000000000")
+
+
+class TestUserMistakes:
+    @pytest.mark.parametrize(
+        ("identity", "path"),
+        [
+            ({"event_id": "abc"}, "event_id"),
+            ({"event_id": None}, "event_id"),
+            ({"occurred_at": "now"}, "occurred_at"),
+            ({"occurred_at": None}, "occurred_at"),
+        ],
+    )
+    def test_an_identity_of_the_wrong_kind_is_refused_by_name(self, identity: dict[str, Any], path: str) -> None:
+        with pytest.raises(PayloadError) as refused:
+            capture(Listed(names=[], **identity))
+        assert refused.value.path == path
+
+    def test_the_identity_cannot_be_declared_again(self) -> None:
+        with pytest.raises(ConfigurationError, match="event_id"):
+
+            class Own(Event, name="tests.kernel.own"):
+                event_id: int  # type: ignore[assignment]
+
+    @pytest.mark.parametrize("amount", [0.1 + 0.2, 3])
+    def test_a_decimal_is_a_decimal(self, amount: Any) -> None:
+        with pytest.raises(PayloadError, match="exact: expected Decimal"):
+            capture(everything(exact=amount))

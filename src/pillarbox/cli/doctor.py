@@ -141,7 +141,7 @@ def _lanes(connection: Connection) -> Iterator[Check]:
     found = inspection.unserved(connection)
     for route in found:
         what = f"{route.waiting:,} deliveries of route {route.route!r} wait in {route.lanes} lanes that nobody serves"
-        yield Check("lanes", State.WARNING, what, f"run a relay that has the transport {route.destination!r}")
+        yield Check("lanes", State.WARNING, what, f"they wait for a relay that serves {route.destination!r}")
     if not found:
         yield Check("lanes", State.OK, "no delivery waits for a relay")
 
