@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import URL, Connection, Engine, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
@@ -21,7 +22,7 @@ from .context import check_header
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
 from .event import EventType, Raised, registry
-from .outbox import BUS, SHARDS, Delivery, Row
+from .outbox import BUS, SHARDS, Delivery, RouteRecord, Row
 from .route import Origin, Route, Router, check_routes
 from .stores import sqlite
 from .stores.queue import QueueStore
@@ -31,6 +32,7 @@ from .transport import Capabilities, Message, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
 Handler = Callable[[Any], Any]
+_Prepared = tuple[Engine, tuple[RouteRecord, ...]]
 _Handler = TypeVar("_Handler", bound=Handler)
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
@@ -111,6 +113,7 @@ class Pillarbox:
         if self._engine is not None and self._engine is not self._given:
             await self._engine.dispose()
             self._engine = self._unit_sessions = None
+            self._outbox.forget()
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.stop)
             self._embedded = None
@@ -146,6 +149,7 @@ class Pillarbox:
 
     async def register(self) -> None:
         """Make the routes and handlers of this box known to relays. The first row that is written does it by itself."""
+        self._outbox.forget()
         async with self.engine.begin() as connection:
             prepared = await connection.run_sync(self._outbox.prepare)
         self._outbox.committed([], prepared)
@@ -237,7 +241,7 @@ class _BoxOutbox:
         self._box = box
         self._router = box.router
         self.tenancy = box.tenancy
-        self._registered: object = None
+        self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
 
     def put_right(self, engine: Engine) -> None:
         guard_commits(engine)
@@ -246,18 +250,22 @@ class _BoxOutbox:
     def goes_anywhere(self, raised: Raised) -> bool:
         return bool(self._router.plan(raised.type))
 
-    def prepare(self, connection: Connection) -> object:
+    def prepare(self, connection: Connection) -> _Prepared:
         # In the transaction of the rows, not beside it: a second connection could wait for ever on a small pool. It
         # counts as done once that transaction has committed.
         records = tuple(self._router.records)
-        if self._registered != records:
+        if self._registered.get(connection.engine) != records:
             shards = self._box.store.register(connection, records)
             if self._box._shards not in (None, shards):
                 raise ConfigurationError(
                     f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
                 )
             self._router.shards = shards
-        return records
+        return connection.engine, records
+
+    def forget(self) -> None:
+        """What the database knows is not known any more: it may be another one."""
+        self._registered.clear()
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
         return self._router.deliveries(raised, origin, tenant)
@@ -265,8 +273,10 @@ class _BoxOutbox:
     def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
         self._box.store.append(connection, deliveries)
 
-    def committed(self, deliveries: list[Delivery], prepared: object) -> None:  # noqa: ARG002  the doorbell will want them
-        self._registered = prepared
+    def committed(self, deliveries: list[Delivery], prepared: _Prepared | None) -> None:  # noqa: ARG002  the doorbell will want them
+        if prepared is not None:
+            engine, records = prepared
+            self._registered[engine] = records
 
 
 def _engine_for(url: str) -> AsyncEngine:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy import Connection, Engine, Select, inspect, literal, select, text
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import InstanceState, Session
-from sqlalchemy.orm.attributes import flag_modified
 
 from . import commit
 from .aggregate import Aggregate, recorded_by
@@ -23,7 +22,7 @@ from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
 from .outbox import Delivery, stable_hash
 from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
-from .tenancy import Tenancy, session_tenant
+from .tenancy import Tenancy, TenantScoped, session_tenant
 
 MAX_ROUNDS = 100
 
@@ -47,7 +46,7 @@ class Outbox(Protocol):
         """Whether some route or handler wants this event."""
         ...
 
-    def prepare(self, connection: Connection) -> object:
+    def prepare(self, connection: Connection) -> Any:
         """Make sure that routes and lanes are registered, before the first row; what `committed` must be given."""
         ...
 
@@ -55,7 +54,7 @@ class Outbox(Protocol):
         """Write rows in the open transaction."""
         ...
 
-    def committed(self, deliveries: list[Delivery], prepared: object) -> None:
+    def committed(self, deliveries: list[Delivery], prepared: Any) -> None:
         """A transaction with these rows has committed."""
         ...
 
@@ -83,19 +82,22 @@ class _Entry(NamedTuple):
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "deliveries", "identities")
+    __slots__ = ("aggregates", "committed", "deliveries", "identities", "taken_over", "undone")
 
     def __init__(self) -> None:
         self.aggregates: dict[int, Aggregate] = {}
         self.deliveries: list[Delivery] = []
-        self.identities: dict[object, object] = {}
+        self.identities: dict[object, _Entry] = {}  # the entry keeps its event, and so the event's identity
+        self.taken_over: list[tuple[Aggregate, list[Raised]]] = []
         self.committed = False
+        self.undone = False
 
     def absorb(self, inner: _Frame) -> None:
         """A released savepoint becomes part of what surrounds it."""
         self.aggregates |= inner.aggregates
         self.deliveries += inner.deliveries
         self.identities |= inner.identities
+        self.taken_over += inner.taken_over
 
 
 class Collector:
@@ -108,9 +110,10 @@ class Collector:
         self._outbox = outbox
         self._touched: dict[int, Aggregate] = {}
         self._published: list[_Entry] = []
+        self._plain: list[Aggregate] = []
         self._frames: list[_Frame] = []
         self._handle: int | None = None
-        self._prepared: object = None
+        self._prepared: Any = None
         self.committed = False
         """Whether the newest transaction of the session has committed. True from the moment of the database's answer.
         """
@@ -130,6 +133,9 @@ class Collector:
     # -- what is raised ------------------------------------------------------------------------------------------------
 
     def touched(self, aggregate: Aggregate) -> None:
+        if self._session() is None:
+            recorded_by(aggregate).collector = None
+            return
         self._ensure_begun()
         self._touched[id(aggregate)] = aggregate
         self._frames[-1].aggregates[id(aggregate)] = aggregate
@@ -152,6 +158,8 @@ class Collector:
         recorded = recorded_by(aggregate)
         recorded.collector = self
         recorded.before = tuple(recorded.events) if new else ()
+        if inspect(aggregate, raiseerr=False) is None:
+            self._plain.append(aggregate)
         if recorded.events:
             self.touched(aggregate)
 
@@ -159,6 +167,15 @@ class Collector:
         """The aggregate has left the session; what it has not handed over stays with it."""
         recorded_by(aggregate).collector = None
         self._touched.pop(id(aggregate), None)
+        if not (self._frames and self._frames[-1].undone):  # sent away, not thrown out by a rollback
+            for frame in self._frames:
+                frame.aggregates.pop(id(aggregate), None)
+
+    def let_go(self) -> None:
+        """The session is closed: plain aggregates, which no session tells about it, are free."""
+        for aggregate in self._plain:
+            recorded_by(aggregate).collector = None
+        self._plain.clear()
 
     def take_over(self, given: Aggregate, merged: Aggregate) -> None:
         """``merge`` has made a copy of an aggregate: its events go on with the copy."""
@@ -166,6 +183,7 @@ class Collector:
         if events:
             recorded_by(merged).events += events
             self.touched(merged)
+            self._frames[-1].taken_over.append((given, events))
 
     def _ensure_begun(self) -> None:
         session = self.session
@@ -184,40 +202,43 @@ class Collector:
             }
             self._touched = dict(prepared)
             with self.session.no_autoflush:  # to look at an expired row loads it, and that would flush
-                deleted = {identity for identity, aggregate in prepared.items() if self._prepare_row(aggregate)}
+                for aggregate in prepared.values():
+                    self._prepare_row(aggregate)
             flush_orm()
             if self._touched.keys() <= prepared.keys():
-                self._write(deleted)
+                with self.session.no_autoflush:
+                    self._write()
                 return
         raise SessionError(
             f"events were still being raised after {MAX_ROUNDS} flushes: "
             "a listener answers every event with another one"
         )
 
-    def _prepare_row(self, aggregate: Aggregate) -> bool:
-        """Make sure that this flush writes the aggregate's own row. True if it deletes it."""
+    def _prepare_row(self, aggregate: Aggregate) -> None:
+        """Make sure that this flush writes the aggregate's own row, or lock it."""
         state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
-        if state is None or not state.persistent:
-            return state is not None and state.was_deleted
-        if aggregate in self.session.deleted:
-            return True
-        if not _writes_its_row(state):
-            _touch(aggregate, state)
-        return False
+        if state is None or not state.persistent or aggregate in self.session.deleted or _writes_its_row(state):
+            return
+        versioned, version = state.mapper.version_id_col, aggregate.aggregate_version
+        if versioned is not None and version is not None and state.mapper.version_id_generator is not False:
+            setattr(aggregate, state.mapper.get_property_by_column(versioned).key, version + 1)
+        else:
+            # Not by writing a column again: somebody may have changed it since we read it.
+            self._connection().execute(_row_of(state).with_for_update())
 
-    def _write(self, deleted: set[int]) -> None:
+    def _write(self) -> None:
         entries = [
             _Entry(raised, aggregate)
             for aggregate in self._touched.values()
             for raised in recorded_by(aggregate).events
         ]
         entries = self._without_repetitions(sorted(entries + self._published, key=lambda entry: entry.raised.sequence))
-        numbered = zip(entries, origins([_origin(entry, deleted) for entry in entries]), strict=True)
+        numbered = zip(entries, origins([_origin(entry) for entry in entries]), strict=True)
         wanted = [(entry, origin) for entry, origin in numbered if self._outbox.goes_anywhere(entry.raised)]
         frame = self._frames[-1]
         if wanted:
             frame.deliveries += self._append(wanted)
-        frame.identities.update((entry.identity, entry.content) for entry in entries)
+        frame.identities.update((entry.identity, entry) for entry in entries)
         for aggregate in self._touched.values():
             recorded_by(aggregate).events.clear()
         self._touched.clear()
@@ -225,15 +246,15 @@ class Collector:
 
     def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
         """An event that is recorded twice is written once. Two events with one id are a mistake."""
-        seen = {identity: content for frame in self._frames for identity, content in frame.identities.items()}
+        seen = {identity: entry for frame in self._frames for identity, entry in frame.identities.items()}
         if len(entries) == 1 and not seen:
             return entries
         new = []
         for entry in entries:
             if entry.identity not in seen:
-                seen[entry.identity] = entry.content
+                seen[entry.identity] = entry
                 new.append(entry)
-            elif seen[entry.identity] != entry.content:
+            elif seen[entry.identity].content != entry.content:
                 raise DuplicateEventError(
                     f"the event id {entry.raised.event_id} was recorded twice in this transaction, "
                     "with another content, key or aggregate: make a new event"
@@ -242,7 +263,9 @@ class Collector:
 
     def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
         connection = self._connection()
-        self._prepared = self._outbox.prepare(connection)
+        prepared = self._outbox.prepare(connection)
+        # In a transaction that belongs to somebody else our commit may still be undone.
+        self._prepared = None if isinstance(self.session.get_bind(), Connection) else prepared
         deliveries = [
             row
             for entry, origin in wanted
@@ -278,7 +301,8 @@ class Collector:
 
     def _tenant_of(self, entry: _Entry) -> str | None:
         tenancy, session, raised = self._outbox.tenancy, self.session, entry.raised
-        given = entry.tenant or session_tenant(session) or raised.context.tenant
+        owner = entry.aggregate.tenant_id if isinstance(entry.aggregate, TenantScoped) else None
+        given = entry.tenant or owner or session_tenant(session) or raised.context.tenant
         if given is None and not tenancy.required:
             return None
         tenant = tenancy.tenant_of(session, given, raised.type.name)
@@ -298,6 +322,8 @@ class Collector:
 
     def rolled_back(self) -> None:
         """The database has undone the innermost transaction or savepoint; what is not written will never be."""
+        if self._frames:
+            self._frames[-1].undone = True
         self._touched.clear()
         self._published.clear()
 
@@ -322,20 +348,25 @@ class Collector:
             self._outbox.committed(frame.deliveries, self._prepared)
 
     def _forget(self, frame: _Frame) -> None:
+        for given, events in frame.taken_over:
+            recorded_by(given).events[:0] = events
         for aggregate in frame.aggregates.values():
             recorded = recorded_by(aggregate)
+            if recorded.collector not in (None, self):
+                continue  # it has moved on to another session
             state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
             again = state is None or state.transient
             recorded.events = list(recorded.before) if again else []
         self.rolled_back()
 
 
-def _origin(entry: _Entry, deleted: set[int]) -> tuple[EventType, str, str, int | None]:
+def _origin(entry: _Entry) -> tuple[EventType, str, str, int | None]:
     kind, aggregate = entry.raised.type, entry.aggregate
     if aggregate is None:
         return kind, default_aggregate_type(kind.name), entry.key, None
     version = aggregate.aggregate_version
-    if version is not None and id(aggregate) in deleted:
+    state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+    if version is not None and state is not None and (state.deleted or state.was_deleted):
         version += 1
     return kind, aggregate.aggregate_type, check_key("aggregate_id", aggregate.aggregate_id, MAX_KEY_BYTES), version
 
@@ -362,22 +393,7 @@ def _writes_its_row(state: InstanceState[Any]) -> bool:
     )
 
 
-def _touch(aggregate: Aggregate, state: InstanceState[Any]) -> None:
-    """Let the next flush write the aggregate's row although nothing has changed; its version rises with it."""
-    mapper = state.mapper
-    versioned = mapper.version_id_col
-    table = _anchor(state)
-    for column in mapper.columns:
-        attribute = mapper.get_property_by_column(column).key
-        if column.table is table and not column.primary_key and column is not versioned and not column.computed:
-            getattr(aggregate, attribute)  # an expired attribute cannot be flagged
-            flag_modified(aggregate, attribute)
-            return
-    if versioned is None:
-        raise SessionError(
-            f"{type(aggregate).__name__} has no column besides its key: its row cannot be locked, "
-            "so its events would have no order. "
-            "Give it a version column (version_id_col)."
-        )
-    attribute = mapper.get_property_by_column(versioned).key
-    setattr(aggregate, attribute, getattr(aggregate, attribute) + 1)
+def _row_of(state: InstanceState[Any]) -> Select[Any]:
+    """The row that stands for the aggregate."""
+    keys = zip(state.mapper.primary_key, state.identity or (), strict=True)
+    return select(literal(1)).select_from(_anchor(state)).where(*(column == value for column, value in keys))

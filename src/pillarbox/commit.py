@@ -86,8 +86,14 @@ def guard_commits(engine: Engine) -> None:
 
 
 def _throw_away(context: ExceptionContext) -> None:
-    """Whatever happened to that connection, nobody may use it again."""
-    if isinstance(context.original_exception, CommitOutcomeUnknown):
+    """Connections that nobody may use again: one that lost its COMMIT, and one whose transaction MySQL has ended.
+
+    After a deadlock InnoDB undoes the whole transaction, also from inside a savepoint; what comes next would begin a
+    new one, and commit without what was before.
+    """
+    error = context.original_exception
+    ended = context.dialect.name in ("mysql", "mariadb") and error.args[:1] in ((1213,), (1305,))
+    if ended or isinstance(error, CommitOutcomeUnknown):
         context.is_disconnect = True
 
 

@@ -13,6 +13,7 @@ Frozen dataclasses, msgspec Structs and pydantic models are events too, once `re
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -85,6 +86,11 @@ class EventType:
     def shape(self) -> type:
         """What plain values are checked against: the annotations, without the identity that our own events add."""
         return self._shape() if issubclass(self.cls, Event) else self.cls
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The fields of one of our own events that are its content."""
+        return tuple(field.name for field in dataclasses.fields(self.cls) if field.name not in IDENTITY)
 
     @cached_property
     def decimals(self) -> tuple[str, ...]:
@@ -187,14 +193,14 @@ class Registry:
     def cast(self, name: str, payload: Mapping[str, Any], from_version: int, to_version: int) -> dict[str, Any]:
         """The payload in another version of its schema."""
         step = 1 if to_version > from_version else -1
-        current = dict(payload)
+        current = copy.deepcopy(dict(payload))  # other routes send the payload as it is
         for version in range(from_version, to_version, step):
             caster = self._casters.get((name, version, version + step))
             if caster is None:
                 kind = "upcaster" if step > 0 else "downcaster"
                 raise UnknownEventError(f"{name!r} has no {kind} from version {version} to {version + step}")
             current = caster(current)
-        return current
+        return plain_fields(current.items())
 
     def build(
         self, name: str, version: int, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime
@@ -255,7 +261,7 @@ def capture(event: object) -> Raised:
     kind = registry.of(event)
     if isinstance(event, Event):
         event_id, occurred_at = event.event_id, event.occurred_at
-        fields = [(name, value) for name, value in vars(event).items() if name not in IDENTITY]
+        fields = [(name, getattr(event, name)) for name in kind.names]
     else:
         event_id, occurred_at = _foreign_identity(event)
         fields = list(fields_of(event).items())

@@ -96,7 +96,13 @@ def raw_table(level: Level) -> str | None:
 
 def table_in(sql: str) -> str | None:
     """A tenant table whose name occurs in a text: only a parser for each dialect could tell names from other words."""
-    return next((name for word in re.findall(r"\w+", sql) if (name := _table_called(word.casefold()))), None)
+    words = re.findall(r"\w+", sql)
+    odd = (
+        name
+        for name in (table.name for table in scoped_tables)
+        if re.search(r"\W", name) and name.casefold() in sql.casefold()
+    )
+    return next((name for word in words if (name := _table_called(word.casefold()))), None) or next(odd, None)
 
 
 def unconditional(state: ORMExecuteState) -> str | None:

@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import ORMExecuteState, Session, SessionTransaction, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
-from .aggregate import Aggregate
+from .aggregate import Aggregate, recorded_by
 from .collector import Collector, Outbox
 from .commit import GUARDED
 from .errors import BulkStatementError, ConcurrencyError, SessionError, SessionNotBoundError, SessionSharedError
@@ -88,9 +88,24 @@ class BoundSession(Session):
     def merge(self, instance: Any, **kwargs: Any) -> Any:
         """The copy in the session takes over what the given aggregate has raised: nobody else would ever write it."""
         merged = super().merge(instance, **kwargs)
-        if isinstance(instance, Aggregate) and merged is not instance:
-            self.collector.take_over(instance, merged)
+        for given in _with_cascade(instance):
+            copy = merged if given is instance else self._copy_of(given)
+            if copy is not given:
+                self.collector.take_over(given, copy)
         return merged
+
+    def _copy_of(self, given: Aggregate) -> Aggregate:
+        """The object of this session that stands for a merged one."""
+        mapper = inspect(type(given))
+        key = mapper.primary_key_from_instance(given)
+        for candidate in (self.identity_map.get(mapper.identity_key_from_primary_key(tuple(key))), *self.new):
+            if type(candidate) is type(given) and mapper.primary_key_from_instance(candidate) == key:
+                return candidate
+        raise SessionError(f"merge would lose the events of a {type(given).__name__}: merge it by itself, or add it")
+
+    def close(self) -> None:
+        super().close()
+        self.collector.let_go()
 
     def bulk_save_objects(self, objects: Any, *args: Any, **kwargs: Any) -> None:
         objects = list(objects)
@@ -248,6 +263,13 @@ _LISTENERS: dict[str, Callable[..., None]] = {
     "deleted_to_detached": _left,
     "do_orm_execute": _refuse_bulk,
 }
+
+
+def _with_cascade(instance: object) -> list[Aggregate]:
+    """The aggregates with events among an object and all that merge takes along with it."""
+    state = inspect(instance)
+    found = [instance, *(row[0] for row in state.mapper.cascade_iterator("merge", state))]
+    return [item for item in found if isinstance(item, Aggregate) and recorded_by(item).events]
 
 
 def _subclasses(cls: type[Aggregate]) -> Iterator[type[Aggregate]]:

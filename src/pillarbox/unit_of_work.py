@@ -13,7 +13,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -79,6 +79,7 @@ class UnitOfWork:
         self._alarm: asyncio.TimerHandle | None = None
         self._session: AsyncSession | None = None
         self._open = False
+        self._inner = 0
         self._token: Token[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] | None = None
 
     @property
@@ -115,6 +116,7 @@ class UnitOfWork:
         """Commit what was done so far; the unit of work goes on with a new transaction. Inside another one: release the
         savepoint.
         """
+        self._check_no_inner()
         if self._outer is None:
             await self.session.commit()
         else:
@@ -123,11 +125,16 @@ class UnitOfWork:
 
     async def rollback(self) -> None:
         """Undo what was done since the last commit; the unit of work goes on with a new transaction."""
+        self._check_no_inner()
         if self._outer is None:
             await self.session.rollback()
         else:
             await self._savepoint.rollback()
             self._savepoint = await self.session.begin_nested()
+
+    def _check_no_inner(self) -> None:
+        if self._inner:
+            raise SessionError("a unit of work inside this one is still open: end that one first")
 
     @asynccontextmanager
     async def nested(self) -> AsyncIterator[Self]:
@@ -163,7 +170,8 @@ class UnitOfWork:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._token is not None:
-            _current.reset(self._token)
+            with suppress(ValueError):  # entered in another context: that one has ended, and its variable with it
+                _current.reset(self._token)
         try:
             if self._timeout is not None:
                 await self._timeout.__aexit__(kind, error, trace)
@@ -177,13 +185,30 @@ class UnitOfWork:
         if self._tenant is not None and self._tenant != self._tenancy.of(outer.session.sync_session):
             raise SessionError("the unit of work around this one has another tenant: say new_transaction=True")
         self._outer = outer
+        outer._inner += 1
         self._session, self._open = outer.session, True
         self._savepoint = await self.session.begin_nested()
 
     async def _leave(self, error: BaseException | None) -> None:
-        if not self._savepoint.is_active:
-            return
-        await (self._savepoint.commit() if error is None else self._savepoint.rollback())
+        if self._outer is not None:
+            self._outer._inner -= 1
+        if error is not None:
+            await self._undo()
+        elif not self._holds_savepoint():
+            raise SessionError("the savepoint of this unit of work was ended inside it, by somebody else")
+        else:
+            try:
+                await self._savepoint.commit()
+            except BaseException:
+                await self._undo()
+                raise
+
+    async def _undo(self) -> None:
+        if self._holds_savepoint():
+            await self._savepoint.rollback()
+
+    def _holds_savepoint(self) -> bool:
+        return self._savepoint.sync_transaction is self.session.sync_session.get_nested_transaction()
 
     async def _end(self, error: BaseException | None) -> None:
         if self._alarm is not None:

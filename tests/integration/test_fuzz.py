@@ -39,16 +39,16 @@ def _forget_what_was_raised_before_the_add(patch: pytest.MonkeyPatch) -> None:
 def _keep_what_was_raised_after_the_add(patch: pytest.MonkeyPatch) -> None:
     write = glue.Collector._write
 
-    def hoarding(self: glue.Collector, deleted: set[int]) -> None:
+    def hoarding(self: glue.Collector) -> None:
         for aggregate in self._touched.values():
             recorded_by(aggregate).before += tuple(recorded_by(aggregate).events)
-        write(self, deleted)
+        write(self)
 
     patch.setattr(glue.Collector, "_write", hoarding)
 
 
 def _never_touch_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(glue, "_touch", lambda _aggregate, _state: None)
+    patch.setattr(glue.Collector, "_prepare_row", lambda _self, _aggregate: None)
 
 
 def _do_not_flush_for_events_alone(patch: pytest.MonkeyPatch) -> None:

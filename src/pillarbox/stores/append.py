@@ -27,7 +27,7 @@ class Appender:
     """`Appends` on a relational database."""
 
     def __init__(self) -> None:
-        self._inserts: dict[tuple[int, int], FixedStatement] = {}
+        self._inserts: dict[tuple[str, str, int], FixedStatement] = {}
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
         with _explained():
@@ -59,6 +59,8 @@ class Appender:
                     for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
                         self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
         except IntegrityError as error:
+            if not any(sign in str(error.orig) for sign in ("uq_pillarbox_outbox_event", "pillarbox_outbox.event_id")):
+                raise
             known = ", ".join(sorted({str(row.event_id) for row in deliveries}))
             raise DuplicateEventError(f"one of these events was written by an earlier transaction: {known}") from error
 
@@ -74,11 +76,10 @@ class Appender:
 
     def _insert(self, dialect: Dialect, rows: int) -> FixedStatement:
         """The INSERT for a number of rows; for 0, the one that takes arrays."""
-        statement = self._inserts.get((id(dialect), rows))
+        key = (dialect.name, dialect.driver, rows)
+        statement = self._inserts.get(key)
         if statement is None:
-            statement = self._inserts[id(dialect), rows] = (
-                _values_insert(dialect, rows) if rows else _array_insert(dialect)
-            )
+            statement = self._inserts[key] = _values_insert(dialect, rows) if rows else _array_insert(dialect)
         return statement
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:

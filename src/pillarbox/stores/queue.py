@@ -117,11 +117,12 @@ def _take(connection: Connection, relay: str, lease: float, limit: int, destinat
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
     found = connection.execute(
         select(lanes.c.route, lanes.c.shard)
-        .join(routes, routes.c.id == lanes.c.route)
-        .where(routes.c.destination.in_(destinations), ~lanes.c.paused, free)
+        .where(
+            lanes.c.route.in_(select(routes.c.id).where(routes.c.destination.in_(destinations))), ~lanes.c.paused, free
+        )
         .order_by(lanes.c.route, lanes.c.shard)
         .limit(limit)
-        .with_for_update(of=lanes, skip_locked=True)
+        .with_for_update(skip_locked=True)
     ).all()
     if not found:
         return []
@@ -132,12 +133,12 @@ def _take(connection: Connection, relay: str, lease: float, limit: int, destinat
     connection.execute(
         update(lanes)
         .where(mine)
-        .values(
-            epoch=lanes.c.epoch + 1,
-            token=token,
-            tries=lanes.c.tries + case((lost, 1), else_=0),
-            locked_by=relay,
-            locked_until=from_now(lease),
+        .ordered_values(  # MySQL assigns from left to right: tries must still see who was here
+            (lanes.c.tries, lanes.c.tries + case((lost, 1), else_=0)),
+            (lanes.c.epoch, lanes.c.epoch + 1),
+            (lanes.c.token, token),
+            (lanes.c.locked_by, relay),
+            (lanes.c.locked_until, from_now(lease)),
         )
     )
     taken = connection.execute(
@@ -204,7 +205,7 @@ def _redo(connection: Connection, lane: Lane, allowed: ColumnElement[bool], limi
         return ()
     rows = connection.execute(
         select(*_ROW, due.label("due"), outbox.c.status)
-        .where(allowed, outbox.c.key.in_(sorted({key.key for key in keys})), _is_waiting(lane))
+        .where(allowed, or_(*map(_has_key, keys)), _is_waiting(lane))
         .order_by(outbox.c.id)
         .limit(limit)
     )
@@ -212,7 +213,7 @@ def _redo(connection: Connection, lane: Lane, allowed: ColumnElement[bool], limi
     stopped: set[Key] = set()
     for row in rows:
         key = Key(row.tenant, row.key)
-        if key not in keys or key in stopped:
+        if key in stopped:
             continue
         if row.due or row.status == Status.PARKED:
             found.append(_row(row))
@@ -373,6 +374,12 @@ def _of(lane: Lane) -> ColumnElement[bool]:
 def _is(*statuses: Status) -> ColumnElement[bool]:
     """The status as a constant: only then does the planner see that the lane's partial index holds all such rows."""
     return outbox.c.status.in_([literal_column(f"'{status}'") for status in statuses])
+
+
+def _has_key(key: Key) -> ColumnElement[bool]:
+    return and_(
+        outbox.c.key == key.key, outbox.c.tenant.is_(None) if key.tenant is None else outbox.c.tenant == key.tenant
+    )
 
 
 def _is_waiting(lane: Lane) -> ColumnElement[bool]:

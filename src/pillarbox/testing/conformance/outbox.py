@@ -306,6 +306,17 @@ class OutboxStoreContract:
         assert lane.waiting == {Key("one", "a")}
         assert await world.status(two.id) is Status.PENDING
 
+    async def test_a_dead_row_of_one_tenant_does_not_hold_up_the_same_key_of_another(self, world: World) -> None:
+        await world.register(ROUTE)
+        await world.append([*(delivery("a", tenant="one") for _ in range(12)), delivery("a", tenant="two")])
+        lane = await self.lane(world)
+        *one, two = (await world.store.poll(lane, limit=100)).fresh
+        failures = [Failure(one[0].id, 5, "no", None), Failure(two.id, 1, "no", 0.0)]
+        lane = await world.store.announce(
+            lane, Batch(failures=failures, parked=[row.id for row in one[1:]]), settle=False
+        )
+        assert [row.id for row in await self.due(world, lane)] == [two.id]
+
     async def test_a_successor_knows_which_keys_wait(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", lease=0.05)
         await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
