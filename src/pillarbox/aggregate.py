@@ -26,9 +26,11 @@ class Collects(Protocol):
 class Recorded:
     """What one aggregate has raised and not handed over yet. Lives in the instance, beside the mapped attributes."""
 
-    __slots__ = ("before", "collector", "events")
+    __slots__ = ("before", "collector", "events", "owner")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: int = 0) -> None:
+        self.owner = owner
+        """Whose record this is: a shallow copy of an aggregate refers to it, too, and has raised nothing."""
         self.events: list[Raised] = []
         self.before: tuple[Raised, ...] = ()
         """What a new object had raised before it was added to its session."""
@@ -92,6 +94,6 @@ class Aggregate:
 def recorded_by(aggregate: Aggregate) -> Recorded:
     """The record of an aggregate. SQLAlchemy makes instances without ``__init__``, so it is made on first use."""
     recorded: Recorded | None = aggregate.__dict__.get(_SLOT)
-    if recorded is None:
-        recorded = aggregate.__dict__[_SLOT] = Recorded()
+    if recorded is None or recorded.owner != id(aggregate):
+        recorded = aggregate.__dict__[_SLOT] = Recorded(id(aggregate))
     return recorded

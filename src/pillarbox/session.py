@@ -7,9 +7,9 @@ The rules:
 - Everything raised is written by the next flush, in one statement, after the ORM's own statements. There is no second
   place that collects. A savepoint flushes before it begins and before it is released, and COMMIT flushes before it is
   sent, so whatever is written belongs to exactly one savepoint and disappears with it.
-- An aggregate's rows are written only after this transaction has written the aggregate's own row. If nothing about it
-  has changed, a column is touched, which raises its version and takes the row lock: so the order of ids within a key is
-  the order of locks.
+- An aggregate's rows are written only after this transaction has written or locked the aggregate's own row. If nothing
+  about it has changed, its version is raised, or without one its row is locked: so the order of ids within a key is the
+  order of locks.
 - A rollback drops what was raised since the transaction or savepoint began. An object that the rollback makes transient
   again keeps what it had raised before it was added: adding it again is the same story told again.
 """

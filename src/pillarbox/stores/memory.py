@@ -31,6 +31,8 @@ from ..outbox import (
     digest,
 )
 
+_OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
+
 
 @dataclass(slots=True)
 class _Stored:
@@ -133,10 +135,11 @@ class MemoryStore:
             )
         kept = self._fenced(lane)
         self._check_rows(lane, batch.items, (Status.PENDING, Status.RETRYING, Status.PARKED))
+        self._check_rows(lane, [*(failure.row for failure in batch.failures), *batch.parked], _OPEN)
         if settle:
             self._mark_sent(lane)
-        self._fail(lane, batch.failures)
-        self._park(lane, batch.parked)
+        self._fail(batch.failures)
+        self._park(batch.parked)
         kept.batch += 1
         kept.tries = 0
         kept.announced = None
@@ -153,15 +156,16 @@ class MemoryStore:
         kept = self._fenced(lane)
         if kept.announced is None:
             raise StoreError("there is no announced batch to amend")
-        self._fail(lane, failures)
-        self._park(lane, parked)
+        self._check_rows(lane, [*(failure.row for failure in failures), *parked], _OPEN)
+        self._fail(failures)
+        self._park(parked)
         left = [(stored.number or 0, stored.row.id) for stored in self._items(lane)]
         kept.announced = replace(kept.announced, count=len(left), digest=digest(left))
         return self._after(lane, kept)
 
     async def settle(self, lane: Lane) -> Lane:
         kept = self._fenced(lane)
-        if kept.announced is None:
+        if lane.announced is None:
             raise StoreError("there is no announced batch to settle")
         self._mark_sent(lane)
         kept.announced, kept.tries = None, 0
@@ -247,8 +251,7 @@ class MemoryStore:
         for stored in self._items(lane):
             stored.status = Status.SENT
 
-    def _fail(self, lane: Lane, failures: Sequence[Failure]) -> None:
-        self._check_rows(lane, [failure.row for failure in failures], list(Status))
+    def _fail(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
             stored = self._rows[failure.row]
             stored.row = replace(stored.row, attempts=failure.attempts)
@@ -259,8 +262,7 @@ class MemoryStore:
             else:
                 stored.status, stored.due_at = Status.RETRYING, clock.current().monotonic() + failure.retry_after
 
-    def _park(self, lane: Lane, rows: Sequence[int]) -> None:
-        self._check_rows(lane, rows, list(Status))
+    def _park(self, rows: Sequence[int]) -> None:
         for row in rows:
             stored = self._rows[row]
             stored.status, stored.batch, stored.number = Status.PARKED, None, None

@@ -237,6 +237,14 @@ class OutboxStoreContract:
         assert await world.status(rows[0].id) is Status.PENDING
         assert (await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)).batch == lane.batch + 1
 
+    async def test_a_row_that_was_sent_cannot_fail_any_more(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.store.settle(lane)
+        with pytest.raises(StoreError):
+            await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "too late", 0.0)]), settle=False)
+        assert await world.status(rows[0].id) is Status.SENT
+
     async def test_h103_a_batch_that_was_tampered_with_is_not_rebuilt(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
