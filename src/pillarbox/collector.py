@@ -217,7 +217,7 @@ class Collector:
     def _prepare_row(self, aggregate: Aggregate) -> None:
         """Make sure that this flush writes the aggregate's own row, or lock it."""
         state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
-        if state is None or not state.persistent or aggregate in self.session.deleted or _writes_its_row(state):
+        if state is None or not self._is_stored(state) or aggregate in self.session.deleted or _writes_its_row(state):
             return
         versioned, version = state.mapper.version_id_col, aggregate.aggregate_version
         if versioned is not None and version is not None and state.mapper.version_id_generator is not False:
@@ -233,7 +233,7 @@ class Collector:
             for raised in recorded_by(aggregate).events
         ]
         entries = self._without_repetitions(sorted(entries + self._published, key=lambda entry: entry.raised.sequence))
-        numbered = zip(entries, origins([_origin(entry) for entry in entries]), strict=True)
+        numbered = zip(entries, origins([self._origin(entry) for entry in entries]), strict=True)
         wanted = [(entry, origin) for entry, origin in numbered if self._outbox.goes_anywhere(entry.raised)]
         frame = self._frames[-1]
         if wanted:
@@ -243,6 +243,21 @@ class Collector:
             recorded_by(aggregate).events.clear()
         self._touched.clear()
         self._published.clear()
+
+    def _origin(self, entry: _Entry) -> tuple[EventType, str, str, int | None]:
+        kind, aggregate = entry.raised.type, entry.aggregate
+        if aggregate is None:
+            return kind, default_aggregate_type(kind.name), entry.key, None
+        version = aggregate.aggregate_version
+        state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
+        if version is not None and state is not None and not self._is_stored(state):
+            version += 1  # it is deleted: this is the version that it would have
+        identity = check_key("aggregate_id", aggregate.aggregate_id, MAX_KEY_BYTES)
+        return kind, aggregate.aggregate_type, identity, version
+
+    def _is_stored(self, state: InstanceState[Any]) -> bool:
+        """Whether the session knows the object as a row. Its own flags still call one deleted that was added again."""
+        return state.key is not None and self.session.identity_map.get(state.key) is state.obj()
 
     def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
         """An event that is recorded twice is written once. Two events with one id are a mistake."""
@@ -358,17 +373,6 @@ class Collector:
             again = state is None or state.transient
             recorded.events = list(recorded.before) if again else []
         self.rolled_back()
-
-
-def _origin(entry: _Entry) -> tuple[EventType, str, str, int | None]:
-    kind, aggregate = entry.raised.type, entry.aggregate
-    if aggregate is None:
-        return kind, default_aggregate_type(kind.name), entry.key, None
-    version = aggregate.aggregate_version
-    state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
-    if version is not None and state is not None and (state.deleted or state.was_deleted):
-        version += 1
-    return kind, aggregate.aggregate_type, check_key("aggregate_id", aggregate.aggregate_id, MAX_KEY_BYTES), version
 
 
 def _is_autocommit(connection: Connection) -> bool:

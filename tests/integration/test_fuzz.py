@@ -65,8 +65,8 @@ def _write_in_any_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _take_the_version_before_the_flush(patch: pytest.MonkeyPatch) -> None:
-    origin = glue._origin
-    patch.setattr(glue, "_origin", lambda *args: (*origin(*args)[:3], 1))
+    origin = glue.Collector._origin
+    patch.setattr(glue.Collector, "_origin", lambda self, entry: (*origin(self, entry)[:3], 1))
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,19 @@ async def test_merge_takes_the_events_of_children_along_and_gives_them_back(box:
     assert await written(box.engine) == ["noted"]
 
 
+async def test_an_object_that_was_deleted_and_rolled_back_begins_again_at_version_one(box: Pillarbox) -> None:
+    order = Order.place()
+    async with box.unit_of_work() as uow:
+        uow.add(order)
+        await uow.flush()
+        await uow.session.delete(order)
+        await uow.flush()
+        await uow.rollback()
+        order.id, order.total_cents = uuid4(), 1
+        uow.add(order)
+    assert await written(box.engine, "version") == [("1",)]
+
+
 async def test_routes_are_registered_anew_in_another_database(box: Pillarbox) -> None:
     async with box.engine.begin() as connection:
         await connection.execute(text("DELETE FROM pillarbox_lanes"))
