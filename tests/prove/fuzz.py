@@ -280,7 +280,8 @@ class Run:
         for order in orders:
             if order in self.held:
                 self.held.remove(order)
-            if {"id", "total_cents"} <= inspect(order).dict.keys():  # one that was also deleted has lost its attributes
+            # SQLAlchemy goes on calling one deleted that was deleted meanwhile: no further use for it.
+            if {"id", "total_cents"} <= inspect(order).dict.keys() and not inspect(order).was_deleted:
                 self.free.append(order)
         self.held = [order for order in self.held if order in uow.session.sync_session]
 
