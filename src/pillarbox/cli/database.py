@@ -36,6 +36,8 @@ def load_settings(config: Path | None) -> Settings:
     # Only our own loggers are turned up: others would show statements and their values.
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("pillarbox").setLevel(settings.log_level.upper())
+    # A lost server is reported once, by us; the pool would add a stack trace for every connection that it clears away.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     return settings
 
 
