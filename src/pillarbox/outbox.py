@@ -68,6 +68,11 @@ class RouteRecord(msgspec.Struct, frozen=True):
         """A number made from the name, so that a writer knows it without asking the database."""
         return stable_hash(self.name)
 
+    @property
+    def needs(self) -> str:
+        """What a relay must have in order to serve it: a transport, or a handler."""
+        return f"{BUS}:{self.topic}" if self.destination == BUS else self.destination
+
 
 class Delivery(msgspec.Struct, frozen=True):
     """One event, encoded, for one route: a row of the outbox before it is written."""
@@ -89,6 +94,13 @@ class Key(NamedTuple):
 
     tenant: str | None
     key: str
+
+
+class LaneName(NamedTuple):
+    """A route and one of its shards."""
+
+    route: int
+    shard: int
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -137,6 +149,14 @@ class Lane(msgspec.Struct, frozen=True):
     waiting: frozenset[Key]
     """Keys that have a failed or parked delivery: their new rows go behind it."""
 
+    @property
+    def name(self) -> LaneName:
+        """Which lane it is, whoever owns it."""
+        return LaneName(self.route.id, self.shard)
+
+    def __str__(self) -> str:
+        return f"{self.route.name}/{self.shard}"
+
 
 class Page(msgspec.Struct, frozen=True):
     """What a lane has to do next."""
@@ -145,6 +165,8 @@ class Page(msgspec.Struct, frozen=True):
     """Failed rows that are due, per key a prefix in id order."""
     fresh: tuple[Row, ...]
     """Rows that were never tried, in id order."""
+    requests: tuple[int, ...] = ()
+    """What people have asked for and can be done now: the next announcement does it."""
     cursor: Any = None
     """Where the next page starts. Only the store that gave it understands it."""
 
@@ -170,28 +192,99 @@ class Batch(msgspec.Struct, frozen=True):
     """Rows that preflight refused."""
     parked: Sequence[int] = ()
     """Rows that go behind a failed one of their key."""
+    requests: Sequence[int] = ()
+    """People's requests that this announcement carries out."""
     cursor: Any = None
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Census(msgspec.Struct, frozen=True):
+    """Who is there and what is to be served, by the database's clock."""
+
+    routes: Mapping[int, RouteRecord]
+    """Everything that ever wrote."""
+    relays: Mapping[str, frozenset[int]]
+    """The relays that are alive, and the routes that each of them serves."""
+    lanes: Mapping[int, int]
+    """How many lanes each route has that are not paused."""
+    paused: frozenset[LaneName] = frozenset()
+    """Lanes that a person has stopped: their owner lets them go."""
+    paused_tenants: frozenset[str] = frozenset()
+    lane_rates: Mapping[LaneName, float] = msgspec.field(default_factory=dict)
+    """The most that a lane may send, in messages per second."""
+    tenant_rates: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """The most that a tenant may send through one lane, in messages per second."""
+    next_expiry: float | None = None
+    """Seconds until the next lease ends unless it is renewed; None if nobody holds one."""
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """What keeps a lane from sending, in its owner's words."""
+
+    reason: str
+    """Already redacted."""
+    seconds: float | None = None
+    """Until the owner tries again; None: it needs a person."""
+
+
+class LaneStore(Protocol):
+    """Who owns which lane. Times are the database's own: no relay's clock decides about a lease."""
+
+    async def census(self) -> Census:
+        """See `Census`. Changes nothing."""
+        ...
+
+    async def take(self, relay: str, *, lease: float, wanted: Mapping[int, int]) -> list[Lane]:
+        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number.
+
+        A lane is free when it was never held, was released, or its lease has expired; no other process is needed to
+        free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it has one; then ``tries``
+        has risen. Two relays never get the same lane in the same epoch. Paused lanes are not given out.
+        """
+        ...
+
+    async def renew(
+        self,
+        relay: str,
+        lanes: Sequence[Lane],
+        *,
+        lease: float,
+        serves: Collection[int],
+        troubles: Mapping[LaneName, Trouble] | None = None,
+    ) -> frozenset[LaneName]:
+        """Say that the relay is alive and which routes it serves, and extend the leases of these lanes; those that are
+        still ours come back.
+
+        A lease that has expired but that nobody has taken is extended, too. What troubles a lane, or that nothing does,
+        is kept for people to see.
+        """
+        ...
+
+    async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
+        """Let lanes go, fenced: one that has another owner already is left alone. Their batches stay announced, and it
+        does not count against them. ``leaving`` takes the relay out of the census.
+        """
+        ...
 
 
 class OutboxStore(Protocol):
     """Where deliveries live and how progress is kept. Times are the database's own."""
 
-    async def take(self, relay: str, *, lease: float, limit: int, destinations: Collection[str]) -> list[Lane]:
-        """Claim up to ``limit`` lanes that nobody holds, whose route goes to one of the destinations.
-
-        A lane is free when it was never held, was released, or its lease has expired by the database's clock; no other
-        process is needed to free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it
-        has one; then ``tries`` has risen. Two relays never get the same lane in the same epoch. Paused lanes are not
-        given out.
+    async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
+        """Lanes of these routes that have something to do now: fresh rows, rows that are due, a batch that is not
+        settled, people's requests. With ``relay`` only those that it holds. Paused lanes are not among them. Rows of
+        paused tenants may be counted or not.
         """
         ...
 
-    async def poll(self, lane: Lane, *, limit: int, cursor: Any = None, paused: Collection[str] = ()) -> Page:
-        """Read what comes next: at most ``limit`` fresh rows and as many to redo. Changes nothing; asking twice gives
-        the same.
+    async def poll(
+        self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, cursor: Any = None, paused: Collection[str] = ()
+    ) -> Page:
+        """Read what comes next: at most ``limit`` fresh rows and as many to redo, each of them within ``max_bytes`` of
+        bodies, though never less than one. Changes nothing; asking twice gives the same.
 
-        Rows of an announced batch, and of paused tenants, are not in it. A row that commits late with a low id is still
+        Rows of an announced batch, and of paused tenants, are not in it. A request that names a row of an announced
+        batch waits. A row that commits late with a low id is still
         found. Within a key rows come in the order of their ids.
         """
         ...
@@ -200,7 +293,7 @@ class OutboxStore(Protocol):
         """Make the batch durable, in one fenced write; the lane with its new batch number comes back.
 
         With ``settle`` the same write settles the batch before. A batch without items only records its failures, its
-        parked rows and its cursor. Either all of it is stored or nothing. Announcing over an unsettled batch is a
+        parked rows, the requests that it carries out and its cursor. Either all of it is stored or nothing. Announcing over an unsettled batch is a
         `StoreError`.
         """
         ...

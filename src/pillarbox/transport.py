@@ -1,14 +1,17 @@
-"""The transport port: what a destination is called, and what it can carry.
+"""The transport ports: how messages leave, how they come in, and what a destination can carry.
 
 A route names a transport; the limits of the transport are checked when a delivery is written, so that no message is
-ever found to be too large by the relay.
+ever found to be too large by the relay. What becomes of a message has three answers, and a transport must not mix them
+up: *rejected* is the message's own fault, *unavailable* the destination's, and *unknown* is neither success nor
+failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class Message:
     key: str
     body: bytes
     headers: Mapping[str, str]
+    number: int = 0
+    """Its place in the order of its lane, for transports that deduplicate by it. Rises, with gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,121 @@ class Capabilities:
     max_header_bytes: int = 65_536
     """The most that all headers together, names and values, may take."""
 
+    max_messages: int = 1_000
+    """The most messages in one request."""
 
-class Transport(Protocol):
-    """A destination. Routes refer to it by the name under which it is given to the box."""
+    numbered: bool = False
+    """It deduplicates by producer name and number: one copy on the topic, whatever happens."""
+
+
+class Verdict(Enum):
+    """Why a request was not finished."""
+
+    UNAVAILABLE = "unavailable"
+    """The destination could not take it: nothing about the messages is wrong."""
+    UNKNOWN = "unknown"
+    """No answer came: what was not acknowledged may or may not have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A message that the destination refuses, whatever we do."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request. Per key a prefix is accepted, at most one message is rejected, the rest not tried."""
+
+    accepted: Collection[int]
+    """Indexes of the messages that the destination has stored, by its own word."""
+    rejected: Sequence[Rejection] = ()
+    duplicates: Collection[int] = ()
+    """Of the accepted ones, those that the destination had already stored under their number."""
+    unfinished: Verdict | None = None
+    """Why the others were not tried or not answered; None if only rejections kept them back."""
+    reason: str = ""
+    """What the destination or the network said."""
+
+
+class Publisher(Protocol):
+    """A destination that messages are sent to. Routes refer to it by the name under which it is given to the box.
+
+    A producer is the voice of one lane, by a name that is the lane's alone; a transport may share connections among
+    them as it likes.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
         """Fixed for the life of the transport; known without a connection."""
+        ...
+
+    def preflight(self, message: Message) -> str | None:
+        """Why the destination would surely reject this message, as far as can be told without asking it; None if it
+        may go.
+        """
+        ...
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+        """Make ready to send. Numbered transports say the highest number that each topic was ever given under this
+        producer's name (-1: none), which is not yet a promise that it is stored; the others answer nothing.
+
+        Opening again is fine, and closes what was open under that name here. An `OSError` or `TimeoutError` means
+        unavailable.
+        """
+        ...
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        """Send messages, in this order per key, and wait for the answers. Never called twice at once for a producer.
+
+        Nothing of a key is accepted behind a message of that key that was not. Being cancelled means unknown. An error
+        that is raised is taken as unknown, too.
+        """
+        ...
+
+    async def close(self, producer: str | None = None) -> None:
+        """Let go of one producer, or of everything. Twice is fine."""
+        ...
+
+
+Transport = Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message that came in, and how the subscription knows it."""
+
+    message: Message
+    attempt: int = 1
+    """How often it has been delivered here, as far as the broker counts."""
+    handle: Any = field(default=None, compare=False)
+
+
+class Subscription(Protocol):
+    """A stream of messages. What is not acknowledged comes again."""
+
+    async def receive(self, limit: int) -> Sequence[Received]:
+        """At least one message and at most ``limit``, in order per key. Waits; may be cancelled without loss."""
+        ...
+
+    async def ack(self, received: Sequence[Received]) -> None:
+        """These are dealt with. Twice is fine."""
+        ...
+
+    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:
+        """Deliver these again, after a delay. Later messages of their keys wait where the broker can do that."""
+        ...
+
+    async def close(self) -> None:
+        """Stop. What was received and not acknowledged goes to others. Twice is fine."""
+        ...
+
+
+class Subscriber(Protocol):
+    """A source that messages are received from."""
+
+    async def subscribe(self, topics: Sequence[str], group: str) -> Subscription:
+        """Join a group: each message goes to one member of each group. A group keeps its place between lives."""
         ...

@@ -2,8 +2,12 @@
 
 ``pillarbox_meta``    one row: who this installation is, which schema and how many shards it has
 ``pillarbox_routes``  every route and durable handler that ever wrote, with what a relay must know about it
-``pillarbox_lanes``   one row per route and shard: who owns it, and how far it has come
+``pillarbox_lanes``   one row per route and shard: who owns it, how far it has come, and what troubles it
+``pillarbox_relays``  the relays that are alive, and what they serve
+``pillarbox_tenants`` tenants that are paused or held to a rate
 ``pillarbox_outbox``  the deliveries
+``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
+``pillarbox_audit``   what people have done, for ever
 ``outbox_events``     a view of all of it, for people
 
 Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load
@@ -71,6 +75,26 @@ lanes = Table(
     Column("announced", LongText),
     Column("tries", Integer, nullable=False, server_default="0"),
     Column("paused", Boolean, nullable=False, server_default=text("false")),
+    Column("rate", Double),
+    Column("trouble", LongText),
+    Column("trouble_until", Utc),
+)
+
+relays = Table(
+    "pillarbox_relays",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("started_at", Utc, nullable=False, server_default=now()),
+    Column("expires_at", Utc, nullable=False),
+    Column("serves", LongText, nullable=False),
+)
+
+tenants = Table(
+    "pillarbox_tenants",
+    metadata,
+    Column("tenant", ByteExact(200), primary_key=True),
+    Column("paused", Boolean, nullable=False, server_default=text("false")),
+    Column("rate", Double),
 )
 
 outbox = Table(
@@ -95,4 +119,30 @@ outbox = Table(
     Column("number", BigInteger),
     Column("last_error", LongText),
     Column("sent_at", Utc),
+)
+
+requests = Table(
+    "pillarbox_requests",
+    metadata,
+    Column("id", AutoId, Identity(), primary_key=True),
+    Column("route", BigInteger, nullable=False),
+    Column("shard", Integer, nullable=False),
+    Column("row_id", BigInteger, nullable=False),
+    Column("action", String(10), nullable=False),
+    Column("event_id", Uuid),
+    Column("body", LongBytes),
+    Column("audit", BigInteger, nullable=False),
+)
+
+audit = Table(
+    "pillarbox_audit",
+    metadata,
+    Column("id", AutoId, Identity(), primary_key=True),
+    Column("at", Utc, nullable=False, server_default=now()),
+    Column("who", String(200), nullable=False),
+    Column("action", String(20), nullable=False),
+    Column("target", LongText, nullable=False),
+    Column("event_id", Uuid),
+    Column("reason", LongText),
+    Column("details", LongText),
 )
