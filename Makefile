@@ -9,7 +9,7 @@ LOCK_FLAGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz clean
+.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz prove-kills clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,7 +56,7 @@ lock: setup ## write requirements/dev.txt anew (LOCK_FLAGS=--upgrade to take new
 wheel: setup ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build --no-isolation
 
-demo: setup ## run the demo on an embedded PostgreSQL
+demo: setup ## half a minute of load and faults on an embedded PostgreSQL, then the ledger
 	$(BIN)/pillarbox demo
 
 bench: setup servers ## measure
@@ -64,6 +64,9 @@ bench: setup servers ## measure
 
 prove-fuzz: setup ## the long random proof
 	$(BIN)/python -m tests.prove.fuzz --runs 5000
+
+prove-kills: setup servers ## 20,000 events through relays that are killed 40 times, on PostgreSQL and MariaDB
+	$(BIN)/python -m tests.prove.kills
 
 clean: ## remove everything that is made, .venv too
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -11,8 +11,10 @@ import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import imports
+import relay
 import uvloop
 import write
 
@@ -28,13 +30,19 @@ def main() -> None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-bench-"))
             Path(folder).chmod(0o711)  # the server may run as another user, who has to get through
             url = stack.enter_context(EmbeddedPostgres(Path(folder) / "server")).url
-        results = uvloop.run(write.measure(url))
+        results: dict[str, Any] = {**uvloop.run(write.measure(url)), **uvloop.run(relay.measure(url))}
     results |= imports.measure()
     results["write_ratio"] = results["write_ratio_16"]
     results["write_to_hand_ratio"] = results["write_to_hand_ratio_16"]
-    print(write.report(results), imports.report(results), sep="\n\n")
-    RESULTS.write_text(json.dumps({name: round(value, 3) for name, value in results.items()}, indent=2) + "\n")
+    print(write.report(results), relay.report(results), imports.report(results), sep="\n\n")
+    RESULTS.write_text(json.dumps(_rounded(results), indent=2) + "\n")
     print(f"\nwritten to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return round(value, 3)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
@@ -15,25 +15,29 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from . import session as sessions
+from .bus import Bus, Handler
 from .codec import Codec
 from .codecs import Codecs
 from .commit import guard_commits
 from .context import check_header
+from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
 from .event import EventType, Raised, registry
-from .outbox import BUS, SHARDS, Delivery, RouteRecord, Row
+from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
+from .relay import Pacing, Relay
 from .route import Origin, Route, Router, check_routes
 from .stores import sqlite
+from .stores.notify import PostgresCarrier
+from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
 from .stores.tables import meta
 from .tenancy import Tenancy, check_role
-from .transport import Capabilities, Message, Transport
+from .transport import Capabilities, Message, Publisher, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
-Handler = Callable[[Any], Any]
 _Prepared = tuple[Engine, tuple[RouteRecord, ...]]
-_Handler = TypeVar("_Handler", bound=Handler)
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 
@@ -79,6 +83,8 @@ class Pillarbox:
         capabilities = {name: transport.capabilities for name, transport in self.transports.items()}
         self.router = Router(routes, self._codecs.named, {**capabilities, BUS: Capabilities()}, shards or SHARDS)
         self.handlers: dict[str, Handler] = {}
+        self.doorbell = Doorbell()
+        self._relay_engine: AsyncEngine | None = None
         self._outbox = _BoxOutbox(self)
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
         if isinstance(engine, AsyncEngine):
@@ -107,9 +113,17 @@ class Pillarbox:
         if self._row_security:
             async with self.engine.connect() as connection:
                 await connection.run_sync(check_role)
+        if self.engine.driver in ("asyncpg", "psycopg"):
+            self.doorbell = Doorbell(PostgresCarrier(with_own_pool(self.engine)))
 
     async def stop(self) -> None:
         """Let go of everything that the box itself has opened."""
+        await self.doorbell.close()
+        self.doorbell = Doorbell()
+        if self._relay_engine is not None:
+            if self._relay_engine is not self._engine:
+                await self._relay_engine.dispose()
+            self._relay_engine = None
         if self._engine is not None and self._engine is not self._given:
             await self._engine.dispose()
             self._engine = self._unit_sessions = None
@@ -207,19 +221,59 @@ class Pillarbox:
 
     # -- handling ------------------------------------------------------------------------------------------------------
 
-    def subscribe(self, *kinds: type, name: str | None = None) -> Callable[[_Handler], _Handler]:
-        """Decorator: run this function for events of these types, durably: each handler gets a delivery of its own."""
+    def subscribe(
+        self, *kinds: type, name: str | None = None, before_commit: bool = False
+    ) -> Callable[[_Handler], _Handler]:
+        """Decorator: run this function for events of these types, durably: each handler gets a delivery of its own, and
+        a relay of this box calls it with the event.
+
+        With ``before_commit`` it runs inside the transaction that raises the event, is called with the event and the
+        session, and what it does or raises commits with it; its failure fails the transaction. An async function needs
+        an `AsyncSession`, and gets that.
+        """
         if not kinds:
             raise ConfigurationError("subscribe needs at least one event type")
         types: list[EventType] = [registry.of_type(kind) for kind in kinds]
 
         def keep(handler: _Handler) -> _Handler:
+            if before_commit:
+                self._outbox.add_inside(types, handler)
+                return handler
             stable = check_header("name", name or f"{handler.__module__}.{handler.__qualname__}")
             self.router.subscribe(stable, types)
             self.handlers[stable] = handler
             return handler
 
         return keep
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def relay(
+        self,
+        *,
+        name: str | None = None,
+        lease: float = Pacing.lease,
+        batch: int = Pacing.batch,
+        window_bytes: int = Pacing.window_bytes,
+        grace: float = Pacing.grace,
+        shards: Collection[int] | None = None,
+    ) -> Relay:
+        """A relay for the transports and handlers of this box. It serves every route in the database that needs one of
+        them, whoever wrote it; it has a pool of its own.
+        """
+        if self._relay_engine is None:
+            self._relay_engine = with_own_pool(self.engine)
+            self._outbox.put_right(self._relay_engine.sync_engine)
+        bus = Bus(self.handlers, self.decode)
+        publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
+        return Relay(
+            QueueStore(self._relay_engine),
+            {**self.transports, **publishers},
+            name=name,
+            pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
+            shards=shards,
+            bell=self.doorbell,
+        )
 
     def decode(self, message: Message | Row) -> object:
         """The event in a message."""
@@ -241,7 +295,15 @@ class _BoxOutbox:
         self._box = box
         self._router = box.router
         self.tenancy = box.tenancy
+        self._inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
         self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
+
+    def add_inside(self, kinds: Sequence[EventType], handler: Callable[[Any, Any], Any]) -> None:
+        for kind in kinds:
+            self._inside.setdefault(kind.name, []).append(handler)
+
+    def inside(self, raised: Raised) -> Sequence[Callable[[Any, Any], Any]]:
+        return self._inside.get(raised.type.name, ()) if self._inside else ()
 
     def put_right(self, engine: Engine) -> None:
         guard_commits(engine)
@@ -273,10 +335,11 @@ class _BoxOutbox:
     def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
         self._box.store.append(connection, deliveries)
 
-    def committed(self, deliveries: list[Delivery], prepared: _Prepared | None) -> None:  # noqa: ARG002  the doorbell will want them
+    def committed(self, deliveries: list[Delivery], prepared: _Prepared | None) -> None:
         if prepared is not None:
             engine, records = prepared
             self._registered[engine] = records
+            self._box.doorbell.ring({LaneName(delivery.route, delivery.shard) for delivery in deliveries})
 
 
 def _engine_for(url: str) -> AsyncEngine:

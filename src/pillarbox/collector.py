@@ -8,13 +8,17 @@ it is rolled back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine, Select, inspect, literal, select, text
 from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.ext.asyncio import async_session
 from sqlalchemy.orm import InstanceState, Session
+from sqlalchemy.util import await_only
 
 from . import commit
 from .aggregate import Aggregate, recorded_by
@@ -44,6 +48,10 @@ class Outbox(Protocol):
 
     def goes_anywhere(self, raised: Raised) -> bool:
         """Whether some route or handler wants this event."""
+        ...
+
+    def inside(self, raised: Raised) -> Sequence[Callable[[Any, Any], Any]]:
+        """Handlers that run inside the transaction."""
         ...
 
     def prepare(self, connection: Connection) -> Any:
@@ -82,13 +90,14 @@ class _Entry(NamedTuple):
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "deliveries", "identities", "taken_over", "undone")
+    __slots__ = ("aggregates", "committed", "deliveries", "handled", "identities", "taken_over", "undone")
 
     def __init__(self) -> None:
         self.aggregates: dict[int, Aggregate] = {}
         self.deliveries: list[Delivery] = []
         self.identities: dict[object, _Entry] = {}  # the entry keeps its event, and so the event's identity
         self.taken_over: list[tuple[Aggregate, list[Raised]]] = []
+        self.handled: set[UUID] = set()
         self.committed = False
         self.undone = False
 
@@ -98,6 +107,7 @@ class _Frame:
         self.deliveries += inner.deliveries
         self.identities |= inner.identities
         self.taken_over += inner.taken_over
+        self.handled |= inner.handled
 
 
 class Collector:
@@ -105,7 +115,8 @@ class Collector:
     ends.
     """
 
-    def __init__(self, session: Session, outbox: Outbox) -> None:
+    def __init__(self, session: Session, outbox: Outbox, lend: Callable[[], AbstractContextManager[None]]) -> None:
+        self._lend = lend
         self._session = weakref.ref(session)  # aggregates refer to us: they must not keep the session alive
         self._outbox = outbox
         self._touched: dict[int, Aggregate] = {}
@@ -197,6 +208,7 @@ class Collector:
         left.
         """
         for _ in range(MAX_ROUNDS):
+            self._run_handlers()
             prepared = {
                 identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
             }
@@ -213,6 +225,34 @@ class Collector:
             f"events were still being raised after {MAX_ROUNDS} flushes: "
             "a listener answers every event with another one"
         )
+
+    def _run_handlers(self) -> None:
+        """Call the handlers that belong to the transaction, for what was raised and for what they raise in turn."""
+        for _ in range(MAX_ROUNDS):
+            raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
+            raised += [entry.raised for entry in self._published]
+            fresh = [it for it in raised if self._outbox.inside(it) and not self._was_handled(it)]
+            if not fresh:
+                return
+            self._frames[-1].handled.update(it.event_id for it in fresh)
+            for it in sorted(fresh, key=lambda it: it.sequence):
+                for handler in self._outbox.inside(it):
+                    self._run_handler(handler, it.event)
+        raise SessionError(f"handlers were still raising events after {MAX_ROUNDS} rounds: they answer each other")
+
+    def _was_handled(self, raised: Raised) -> bool:
+        return any(raised.event_id in frame.handled for frame in self._frames)
+
+    def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
+        with self.session.no_autoflush:  # we are on the way to a flush
+            if not iscoroutinefunction(handler):
+                handler(event, self.session)
+                return
+            around = async_session(self.session)
+            if around is None:
+                raise SessionError("an async handler with before_commit=True needs an AsyncSession")
+            with self._lend():
+                await_only(handler(event, around))
 
     def _prepare_row(self, aggregate: Aggregate) -> None:
         """Make sure that this flush writes the aggregate's own row, or lock it."""

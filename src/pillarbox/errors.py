@@ -23,7 +23,8 @@
     └── StoreError                      the outbox itself
         ├── NotMigratedError            its tables are missing or of another version
         ├── LeaseLostError              a fenced write found another owner; nothing was written
-        ├── BatchMismatchError          an announced batch could not be rebuilt exactly
+        ├── LaneHaltedError             a lane cannot go on without a person
+        │   └── BatchMismatchError      an announced batch could not be rebuilt exactly
         └── EmbeddedServerError         the embedded PostgreSQL did not start
 
 Failures end in ``Error``; ``CommitOutcomeUnknown`` does not, because the transaction may well have succeeded.
@@ -147,7 +148,11 @@ class LeaseLostError(StoreError):
     """A fenced write changed no row: another relay owns the lane now, and nothing was written."""
 
 
-class BatchMismatchError(StoreError):
+class LaneHaltedError(StoreError):
+    """Going on would lose or double something: the lane stops until a person has looked at it."""
+
+
+class BatchMismatchError(LaneHaltedError):
     """An announced batch could not be rebuilt: its count or hash differs. The lane halts."""
 
 

@@ -127,6 +127,10 @@ class Announcement(msgspec.Struct, frozen=True):
     first_number: int
     count: int
     digest: str
+    items: tuple[int, ...] = ()
+    """Row ids in send order, 0 where one was taken out: its number stays unused. A store that finds its batches in
+    another way leaves it empty.
+    """
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """What the store and the transport need beside it: cursors, paused tenants, grouping, partitions."""
 
@@ -205,6 +209,8 @@ class Census(msgspec.Struct, frozen=True):
     """Everything that ever wrote."""
     relays: Mapping[str, frozenset[int]]
     """The relays that are alive, and the routes that each of them serves."""
+    shards: Mapping[str, frozenset[int]]
+    """Those of them that keep to some shards."""
     lanes: Mapping[int, int]
     """How many lanes each route has that are not paused."""
     paused: frozenset[LaneName] = frozenset()
@@ -214,6 +220,8 @@ class Census(msgspec.Struct, frozen=True):
     """The most that a lane may send, in messages per second."""
     tenant_rates: Mapping[str, float] = msgspec.field(default_factory=dict)
     """The most that a tenant may send through one lane, in messages per second."""
+    install: str = ""
+    """Who this installation is: part of every producer's name."""
     next_expiry: float | None = None
     """Seconds until the next lease ends unless it is renewed; None if nobody holds one."""
 
@@ -234,8 +242,10 @@ class LaneStore(Protocol):
         """See `Census`. Changes nothing."""
         ...
 
-    async def take(self, relay: str, *, lease: float, wanted: Mapping[int, int]) -> list[Lane]:
-        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number.
+    async def take(
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+    ) -> list[Lane]:
+        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number, and only these shards.
 
         A lane is free when it was never held, was released, or its lease has expired; no other process is needed to
         free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it has one; then ``tries``
@@ -250,10 +260,11 @@ class LaneStore(Protocol):
         *,
         lease: float,
         serves: Collection[int],
+        shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
     ) -> frozenset[LaneName]:
-        """Say that the relay is alive and which routes it serves, and extend the leases of these lanes; those that are
-        still ours come back.
+        """Say that the relay is alive and which routes and shards it serves, and extend the leases of these lanes;
+        those that are still ours come back.
 
         A lease that has expired but that nobody has taken is extended, too. What troubles a lane, or that nothing does,
         is kept for people to see.
@@ -293,15 +304,23 @@ class OutboxStore(Protocol):
         """Make the batch durable, in one fenced write; the lane with its new batch number comes back.
 
         With ``settle`` the same write settles the batch before. A batch without items only records its failures, its
-        parked rows, the requests that it carries out and its cursor. Either all of it is stored or nothing. Announcing over an unsettled batch is a
-        `StoreError`.
+        parked rows, the requests that it carries out and its cursor. Either all of it is stored or nothing. Announcing
+        over an unsettled batch is a `StoreError`.
         """
         ...
 
-    async def amend(self, lane: Lane, failures: Sequence[Failure], *, parked: Sequence[int] = ()) -> Lane:
+    async def amend(
+        self,
+        lane: Lane,
+        failures: Sequence[Failure],
+        *,
+        parked: Sequence[int] = (),
+        attempts: Mapping[int, int] | None = None,
+    ) -> Lane:
         """Take rows out of the announced batch, fenced, before anything with a higher number leaves.
 
-        Their numbers stay unused. What remains can be rebuilt and settled.
+        Their numbers stay unused. What remains can be rebuilt and settled. ``attempts`` are counted for rows that stay
+        in the batch. With nothing to change it still tells whether the lane is ours.
         """
         ...
 

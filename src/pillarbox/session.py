@@ -43,7 +43,7 @@ class BoundSession(Session):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.collector = Collector(self, self.pillarbox)
+        self.collector = Collector(self, self.pillarbox, lend=self._lent)
         self._holder: greenlet.greenlet | None = None
 
     def flush(self, objects: Any = None) -> None:
@@ -143,6 +143,15 @@ class BoundSession(Session):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         before = self._enter()
+        try:
+            yield
+        finally:
+            self._holder = before
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Our own task goes on with the session in another greenlet, and we wait for it."""
+        before, self._holder = self._holder, None
         try:
             yield
         finally:

@@ -33,6 +33,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from .errors import SettingsError
+from .redaction import redacted
 
 PREFIX = "PILLARBOX_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
@@ -110,6 +111,25 @@ class Service(BaseModel):
     )
 
 
+class RelaySettings(BaseModel):
+    """How `pillarbox relay` works."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lease: Annotated[float, Field(gt=0, le=3600), BeforeValidator(_no_boolean)] = Field(
+        default=5.0, description="Seconds after which the lanes of a relay that died are taken over.", examples=[5.0]
+    )
+    batch: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_no_boolean)] = Field(
+        default=500, description="Messages per lane and turn.", examples=[500]
+    )
+    window_bytes: Annotated[int, Field(ge=65_536), BeforeValidator(_no_boolean)] = Field(
+        default=33_554_432, description="Bytes of message bodies that a relay may hold in memory.", examples=[33554432]
+    )
+    grace: Annotated[float, Field(gt=0, le=3600), BeforeValidator(_no_boolean)] = Field(
+        default=10.0, description="Seconds that lanes may take to finish when the relay stops.", examples=[10.0]
+    )
+
+
 class Settings(BaseSettings):
     """Everything that can be set. `load` reads it."""
 
@@ -135,6 +155,12 @@ class Settings(BaseSettings):
     tenancy: Annotated[Literal["off", "required"], BeforeValidator(_yaml_off)] = Field(
         default="off", description="`required` refuses events without a tenant.", examples=["required"]
     )
+    transports: dict[str, str] = Field(
+        default={},
+        description="Destinations by the names that routes use, each with its address; `logging:` only logs.",
+        examples=[{"broker": "logging:"}],
+    )
+    relay: RelaySettings = Field(default_factory=RelaySettings)
     service: Service = Field(default_factory=Service)
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="warning", description="What is logged on standard error.", examples=["info"]
@@ -286,7 +312,9 @@ def _suggestion(name: str, known: Mapping[str, object]) -> str:
     return f"did you mean {close[0]}?" if close else f"take it out, or use one of {', '.join(known)}"
 
 
-def _shown(value: SecretStr | Path | str | int | None) -> str | int | None:
+def _shown(value: SecretStr | Path | str | float | Mapping[str, str] | None) -> Any:
     if isinstance(value, SecretStr):
         return masked(value.get_secret_value())
+    if isinstance(value, Mapping):
+        return {name: redacted(address) for name, address in value.items()}
     return str(value) if isinstance(value, Path) else value

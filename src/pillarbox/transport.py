@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Message:
+
+class Message(msgspec.Struct, frozen=True):
     """A delivery on its way: final bytes, and everything that a broker is told about them."""
 
     topic: str

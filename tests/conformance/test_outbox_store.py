@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, cast
+from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, Executable, and_, delete, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from pillarbox.outbox import Delivery, RouteRecord, Status
+from pillarbox.outbox import Batch, Delivery, Failure, LaneName, RouteRecord, Status
 from pillarbox.stores import sqlite
+from pillarbox.stores.columns import from_now
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
-from pillarbox.stores.tables import outbox
-from pillarbox.testing.conformance.outbox import OutboxStoreContract, World
-from tests.servers import Database
+from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
+from pillarbox.testing.conformance.outbox import LEASE, ROUTE, OutboxStoreContract, World, delivery
+from tests.servers import DATABASES, Database, Server, Servers
 
 
 class MemoryWorld(World):
@@ -32,7 +36,23 @@ class MemoryWorld(World):
         return self.store.status_of(row)
 
     async def tamper(self, row: int) -> None:
-        self.store._rows[row].status = Status.DISCARDED
+        self.store._move(row, Status.DISCARDED)
+
+    async def request(self, row: int, action: str, *, body: bytes | None = None, event_id: UUID | None = None) -> int:
+        return self.store.request(row, action, body=body, event_id=event_id)
+
+    async def pause_lane(self, name: LaneName, paused: bool = True) -> None:
+        self.store.pause_lane(name, paused)
+
+    async def pause_tenant(self, tenant: str, paused: bool = True) -> None:
+        self.store.pause_tenant(tenant, paused)
+
+    async def set_rate(self, rate: float | None, *, lane: LaneName | None = None, tenant: str | None = None) -> None:
+        self.store.set_rate(rate, lane=lane, tenant=tenant)
+
+    async def trouble(self, name: LaneName) -> str | None:
+        trouble = self.store.trouble_of(name)
+        return None if trouble is None else trouble.reason
 
 
 class QueueWorld(World):
@@ -50,11 +70,48 @@ class QueueWorld(World):
 
     async def status(self, row: int) -> Status:
         async with self.engine.connect() as connection:
-            return Status((await connection.execute(select(outbox.c.status).where(outbox.c.id == row))).scalar_one())
+            found = await connection.execute(text("SELECT status FROM outbox_events WHERE id = :row"), {"row": row})
+            return Status(found.scalar_one())
 
     async def tamper(self, row: int) -> None:
         async with self.engine.begin() as connection:
             await connection.execute(update(outbox).where(outbox.c.id == row).values(status=Status.DISCARDED))
+
+    async def request(self, row: int, action: str, *, body: bytes | None = None, event_id: UUID | None = None) -> int:
+        async with self.engine.begin() as connection:
+            found = await connection.execute(select(outbox.c.route, outbox.c.shard).where(outbox.c.id == row))
+            place = dict(found.one()._mapping)
+            made: Any = await connection.execute(
+                insert(requests).values(**place, row_id=row, action=action, event_id=event_id, body=body, audit=0)
+            )
+            return int(made.inserted_primary_key[0])
+
+    async def pause_lane(self, name: LaneName, paused: bool = True) -> None:
+        await self.change(update(lanes).where(_is(name)).values(paused=paused))
+
+    async def pause_tenant(self, tenant: str, paused: bool = True) -> None:
+        await self.change(delete(tenants).where(tenants.c.tenant == tenant))
+        await self.change(insert(tenants).values(tenant=tenant, paused=paused))
+
+    async def set_rate(self, rate: float | None, *, lane: LaneName | None = None, tenant: str | None = None) -> None:
+        if lane is not None:
+            await self.change(update(lanes).where(_is(lane)).values(rate=rate))
+        if tenant is not None:
+            await self.change(delete(tenants).where(tenants.c.tenant == tenant))
+            await self.change(insert(tenants).values(tenant=tenant, rate=rate))
+
+    async def trouble(self, name: LaneName) -> str | None:
+        async with self.engine.connect() as connection:
+            found = await connection.execute(select(lanes.c.trouble).where(_is(name)))
+            return cast("str | None", found.scalar_one())
+
+    async def change(self, statement: Executable) -> None:
+        async with self.engine.begin() as connection:
+            await connection.execute(statement)
+
+
+def _is(name: LaneName) -> ColumnElement[bool]:
+    return and_(lanes.c.route == name.route, lanes.c.shard == name.shard)
 
 
 class TestMemoryStore(OutboxStoreContract):
@@ -63,12 +120,95 @@ class TestMemoryStore(OutboxStoreContract):
         return MemoryWorld()
 
 
+@pytest.fixture(scope="module")
+def migrated(servers: Servers) -> Iterator[dict[str, Database]]:  # noqa: ARG001  they outlive the databases
+    """One database of each kind for all tests: making the tables would take longer than most of them."""
+    made: dict[str, Database] = {}
+    yield made
+    for database in made.values():
+        database.server.drop(database.name)
+
+
 class TestQueueStore(OutboxStoreContract):
-    @pytest.fixture
-    async def world(self, database: Database) -> AsyncIterator[World]:
-        engine = create_async_engine(database.url())
+    @pytest.fixture(params=DATABASES)
+    async def world(
+        self,
+        request: pytest.FixtureRequest,
+        servers: Servers,
+        use_server: Callable[[str], Server],
+        migrated: dict[str, Database],
+    ) -> AsyncIterator[QueueWorld]:
+        kind = request.param
+        use_server(kind)
+        is_new = kind not in migrated
+        if is_new:
+            migrated[kind] = servers.create_database(kind)
+        engine = create_async_engine(migrated[kind].url())
         sqlite.put_right(engine.sync_engine)
         async with engine.begin() as connection:
-            await connection.run_sync(migrate)
+            if is_new:
+                await connection.run_sync(migrate)
         yield QueueWorld(engine)
+        async with engine.begin() as connection:
+            for table in metadata.sorted_tables:
+                if table is not meta:
+                    await connection.execute(delete(table))
         await engine.dispose()
+
+    async def test_h01_a_row_that_commits_late_with_a_low_id_is_found(self, world: QueueWorld) -> None:
+        if world.engine.dialect.name == "sqlite":
+            pytest.skip("writers take turns")
+        await world.register(ROUTE)
+        late, early = delivery("a"), delivery("b")
+        async with world.engine.begin() as connection:
+            await connection.run_sync(world.store.append, [late])
+            await world.append([early])
+            lane = await self.lane(world)
+            [row] = (await world.store.poll(lane, limit=10)).fresh
+            lane = await world.store.announce(lane, Batch(items=[row.id]), settle=False)
+        [found] = (await world.store.poll(await world.store.settle(lane), limit=10)).fresh
+        assert (found.event_id, found.id < row.id) == (late.event_id, True)
+
+    async def test_h65_a_turn_waits_for_no_business_transaction(self, world: QueueWorld) -> None:
+        if world.engine.dialect.name == "sqlite":
+            pytest.skip("writers take turns")
+        rows, lane = await self.filled(world, "a", "a", "b", "b", "c", "d")
+        async with asyncio.timeout(10), world.engine.begin() as connection:
+            await connection.run_sync(world.store.append, [delivery(key) for key in "abcd" * 5])
+            asked = [await world.request(rows[4].id, "discard")]
+            refused = Batch(
+                items=[rows[2].id, rows[3].id, rows[5].id],
+                failures=[Failure(rows[0].id, 5, "no", None)],
+                parked=[rows[1].id],
+                requests=asked,
+            )
+            lane = await world.store.announce(lane, refused, settle=False)
+            lane = await world.store.amend(lane, [Failure(rows[2].id, 1, "no", 0.0)], parked=[rows[3].id])
+            lane = await world.store.amend(lane, (), attempts={rows[5].id: 1})
+            edit = await world.request(rows[0].id, "edit", body=b"", event_id=uuid4())
+            redo = await self.due(world, lane)
+            again = Batch(items=[row.id for row in redo], requests=[edit])
+            lane = await world.store.announce(lane, again, settle=True)
+            lane = await world.store.settle(lane)
+            assert lane.name in await world.store.renew("r1", [lane], lease=LEASE, serves=[])
+            await world.store.release("r1", [lane])
+
+    async def test_h64_reading_waits_for_no_writer(self, world: QueueWorld) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        async with asyncio.timeout(10), world.engine.begin() as connection:
+            await connection.run_sync(world.store.append, [delivery("b")])
+            assert (await world.store.poll(lane, limit=10)).fresh == ()
+            assert await world.store.ready([ROUTE.id]) == {lane.name}
+            assert len(await world.store.rebuild(lane)) == 1
+            assert (await world.store.census()).next_expiry is not None
+
+    async def test_relays_that_died_long_ago_are_forgotten(self, world: QueueWorld) -> None:
+        for name in ("lately", "long ago"):
+            await world.store.renew(name, [], lease=LEASE, serves=[])
+        died = {"lately": -60.0, "long ago": -4000.0}
+        for name, seconds in died.items():
+            await world.change(update(relays).where(relays.c.name == name).values(expires_at=from_now(seconds)))
+        await world.store.renew("new", [], lease=LEASE, serves=[])
+        async with world.engine.connect() as connection:
+            assert set(await connection.scalars(select(relays.c.name))) == {"lately", "new"}

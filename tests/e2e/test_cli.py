@@ -599,7 +599,7 @@ class TestDoctor:
         assert report["problems"] == 0
         found = checks(report)
         assert found["version"]["found"].endswith(migrated.server.version)
-        wanted = {"database", "version", "encoding", "schema", "lanes", "failures"}
+        wanted = {"database", "version", "encoding", "schema", "relays", "lanes", "pauses", "backlog", "failures"}
         assert found.keys() - {"durability", "ids"} == wanted
         assert {name for name in wanted if found[name]["state"] != "ok"} == set()
         # The other servers of the tests forget on a crash, to be quick; the embedded one is as users have it.
@@ -631,7 +631,7 @@ class TestDoctor:
         assert "upgrade to SQLite 99.1 or newer" in done.stdout
 
     @on_postgres
-    def test_a_cached_sequence(self, pillarbox: CommandLine, migrated: Database) -> None:
+    def test_h03_a_cached_sequence(self, pillarbox: CommandLine, migrated: Database) -> None:
         execute(migrated, "ALTER TABLE pillarbox_outbox ALTER COLUMN id SET CACHE 50")
         found = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["ids"]
         assert found["state"] == "problem"
@@ -640,7 +640,7 @@ class TestDoctor:
         assert checks(pillarbox.json("doctor"))["ids"]["state"] == "ok"
 
     @on_postgres
-    def test_commits_that_nobody_waits_for(self, pillarbox: CommandLine, migrated: Database) -> None:
+    def test_h09_commits_that_nobody_waits_for(self, pillarbox: CommandLine, migrated: Database) -> None:
         execute(migrated, f"ALTER DATABASE {migrated.name} SET synchronous_commit = off")
         report = pillarbox.json("doctor")
         assert (report["warnings"], report["problems"]) == (1, 0)
@@ -649,7 +649,7 @@ class TestDoctor:
     @pytest.mark.parametrize(
         ("kind", "what"), [("system", "fsync is off"), ("mariadb", "innodb_flush_log_at_trx_commit is 2")]
     )
-    def test_a_server_that_forgets(
+    def test_h09_a_server_that_forgets(
         self, pillarbox: CommandLine, fresh_database: FreshDatabase, kind: str, what: str
     ) -> None:
         pillarbox.use(fresh_database(kind).url())

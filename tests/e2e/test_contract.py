@@ -17,7 +17,7 @@ SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqli
 
 
 def run(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-W", "error", str(CONTRACT / "run.py"), str(CONTRACT / program), *arguments]
+    command = [sys.executable, "-W", "error", str(CONTRACT / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from sqlalchemy import Connection, create_engine, inspect, make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import Pillarbox
 from pillarbox.errors import ConfigurationError, NotMigratedError
-from pillarbox.stores.migrations import STEPS, migrate, migration_sql
+from pillarbox.outbox import Batch
+from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
+from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
 from pillarbox.stores.tables import metadata, outbox
+from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
 from tests.servers import Database
@@ -36,6 +41,18 @@ async def engine(database: Database) -> AsyncIterator[AsyncEngine]:
 async def _migrate(engine: AsyncEngine) -> int:
     async with engine.begin() as connection:
         return await connection.run_sync(migrate)
+
+
+async def _run_step(engine: AsyncEngine, number: int) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(
+            lambda connection: run_step(Operations(MigrationContext.configure(connection)), number)
+        )
+
+
+async def _rows(engine: AsyncEngine) -> Sequence[Any]:
+    async with engine.connect() as connection:
+        return (await connection.execute(select(outbox).order_by(outbox.c.id))).all()
 
 
 class TestMigrate:
@@ -58,6 +75,24 @@ class TestMigrate:
 
             put_right(engine.sync_engine)
         assert sorted(await asyncio.gather(*(_migrate(engine) for _ in range(4)))) == [0, 0, 0, len(STEPS)]
+
+    async def test_an_outbox_that_was_written_before_an_upgrade_is_served_after_it(self, engine: AsyncEngine) -> None:
+        await _run_step(engine, 1)
+        store, row = QueueStore(engine), delivery()
+        async with engine.begin() as connection:
+            await connection.run_sync(store.register, [ROUTE])
+            await connection.run_sync(store.append, [row, delivery(), delivery()])
+            first = (await connection.execute(select(outbox.c.id).order_by(outbox.c.id).limit(1))).scalar_one()
+            await connection.execute(update(outbox).where(outbox.c.id == first).values(status="SENT"))
+        before = await _rows(engine)
+        assert await _migrate(engine) == len(STEPS) - 1
+        assert await _rows(engine) == before
+        [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+        page = await store.poll(lane, limit=10)
+        assert len(page.fresh) == 2
+        lane = await store.announce(lane, Batch(items=[row.id for row in page.fresh]), settle=False)
+        await store.settle(lane)
+        assert {row.status for row in await _rows(engine)} == {"SENT"}
 
     async def test_the_steps_make_what_the_tables_say(self, engine: AsyncEngine) -> None:
         await _migrate(engine)
@@ -134,8 +169,8 @@ class TestShards:
         url = fresh_database("sqlite").url()
         async with order_box(url, shards=4) as box:
             await set_up(box)
-            lanes = await box.store.take("r", lease=5, limit=100, destinations=["broker"])
-            assert len(lanes) == 4
+            [route] = (await box.store.census()).routes
+            assert len(await box.store.take("r", lease=5, wanted={route: 100})) == 4
         async with order_box(url) as box:  # whoever says nothing takes what is there
             async with box.unit_of_work() as uow:
                 uow.add(*(Order.place() for _ in range(30)))
@@ -228,12 +263,12 @@ class TestOwnAlembic:
         return tmp_path
 
     def test_upgrade_check_and_autogenerate_leave_our_tables_alone(self, project: Path, database: Database) -> None:
-        _alembic(project, "revision", "--autogenerate", "-m", "mine")
-        [revision] = (project / "versions").glob("*_mine.py")
-        revision.write_text(
-            revision.read_text().replace("def upgrade():", "def upgrade():\n    pillarbox.alembic.upgrade(op, to=1)")
-        )
-        _alembic(project, "upgrade", "head")
+        for step in range(1, len(STEPS) + 1):  # a revision for each release of ours
+            _alembic(project, "revision", "--autogenerate", "-m", f"step{step}")
+            [revision] = (project / "versions").glob(f"*_step{step}.py")
+            included = f"def upgrade():\n    pillarbox.alembic.upgrade(op, to={step})"
+            revision.write_text(revision.read_text().replace("def upgrade():", included))
+            _alembic(project, "upgrade", "head")
         assert "No new upgrade operations" in _alembic(project, "check")
         _alembic(project, "revision", "--autogenerate", "-m", "nothing")
         [nothing] = (project / "versions").glob("*_nothing.py")

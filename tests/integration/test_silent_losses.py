@@ -183,7 +183,8 @@ async def test_what_is_registered_in_a_foreign_transaction_is_not_taken_for_gran
             await outer.rollback()
         async with box.unit_of_work() as uow:
             uow.publish(OrderNoted(note="kept"), key="k")
-        assert await box.store.take("r", lease=5, limit=100, destinations=["broker"])
+        [route] = (await box.store.census()).routes
+        assert await box.store.take("r", lease=5, wanted={route: 100})
 
 
 async def test_a_failed_flush_in_an_inner_unit_of_work_undoes_only_that_one(box: Pillarbox) -> None:

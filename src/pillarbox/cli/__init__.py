@@ -20,12 +20,16 @@ from .output import CommandError, Exit, complain
 
 _COMMANDS = {
     "config": "Show the settings and where they come from.",
-    "demo": "Write under load, then compare ledger and outbox.",
+    "demo": "Write and send under load, let things go wrong, and see that nothing is lost.",
     "dev": "Servers for development.",
     "doctor": "Examine the database: what is wrong, and what to do.",
     "init": "Write a commented settings file.",
+    "lanes": "See who sends what; pause, slow down or free lanes.",
     "migrate": "Bring the database to the schema of this release.",
-    "outbox": "Look into the outbox.",
+    "outbox": "Look into the outbox, and mend what has failed.",
+    "relay": "Send what the outbox holds.",
+    "trace": "Tell the life of an event.",
+    "why": "Say what holds an event back.",
 }
 
 

@@ -1,11 +1,13 @@
-"""``pillarbox doctor``: what is wrong with the database, and what to do about it."""
+"""``pillarbox doctor``: what is wrong with the database and with those who empty it, and what to do about it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 
 import click
 from sqlalchemy import Connection
@@ -14,9 +16,10 @@ from ..errors import NotMigratedError, StoreError
 from ..outbox import Status
 from ..settings import Settings, masked
 from ..stores import inspection
+from ..stores.inspection import Group, LaneState, RelayState
 from ..stores.schema import check_schema, schema_version
 from .database import load_settings, opened, run
-from .output import CommandError, Exit, emit, options, plain
+from .output import CommandError, Exit, age, emit, number, options, plain
 
 _OLDEST = {"PostgreSQL": (14,), "MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
 # Settings under which a crash of the server can lose what it has said to be committed.
@@ -31,6 +34,7 @@ _ENCODINGS = {
     "character_set_connection": "utf8mb4",
     "encoding": "UTF-8",
 }
+_LONG = 300.0  # seconds after which a pending delivery is worth a warning
 
 
 class State(StrEnum):
@@ -54,7 +58,7 @@ class Check:
 @click.command()
 @options
 def command(config: Path | None, as_json: bool) -> None:
-    """Examine the database. Exits with 1 if there is a problem; warnings do not count."""
+    """Examine the database, relays and lanes. Exits with 1 if there is a problem; warnings do not count."""
     checks = run(_examine(load_settings(config)))
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
@@ -88,8 +92,13 @@ def _checks(connection: Connection) -> Iterator[Check]:
         return
     yield Check("schema", State.OK, f"version {schema_version(connection)}")
     yield from _ids(connection)
-    yield from _lanes(connection)
-    yield from _failures(connection)
+    relays, lanes = inspection.live_relays(connection), inspection.lane_states(connection)
+    groups = inspection.statistics(connection)
+    yield from _relays(relays, groups)
+    yield from _lanes(connection, relays, lanes)
+    yield from _pauses(connection, lanes)
+    yield from _backlog(groups)
+    yield from _failures(groups)
 
 
 def _version(connection: Connection) -> Check:
@@ -137,21 +146,89 @@ def _expected(check: str, what: str, value: int, otherwise: State, remedy: str) 
     return Check(check, otherwise, f"{what} is {value}, and should be 1", remedy)
 
 
-def _lanes(connection: Connection) -> Iterator[Check]:
-    found = inspection.unserved(connection)
-    for route in found:
+def _relays(relays: list[RelayState], groups: list[Group]) -> Iterator[Check]:
+    for relay in relays:
+        shards = "" if relay.shards is None else f", {number(len(relay.shards), 'shard')} only"
+        yield Check("relays", State.OK, f"{relay.name} serves {', '.join(relay.routes) or 'nothing'}{shards}")
+    if relays:
+        return
+    if any(group.status in (Status.PENDING, Status.SENDING, Status.RETRYING) for group in groups):
+        yield Check("relays", State.WARNING, "no relay is alive, and deliveries wait", "start one: `pillarbox relay`")
+    else:
+        yield Check("relays", State.OK, "no relay is alive, and nothing waits for one")
+
+
+def _lanes(connection: Connection, relays: list[RelayState], lanes: list[LaneState]) -> Iterator[Check]:
+    found = [*_unserved(connection, relays), *_expired(relays, lanes), *_troubled(lanes)]
+    yield from found or [Check("lanes", State.OK, "no delivery waits for a relay, and no lane is in trouble")]
+
+
+def _unserved(connection: Connection, relays: list[RelayState]) -> Iterator[Check]:
+    for route in inspection.unserved(connection):
         what = f"{route.waiting:,} deliveries of route {route.route!r} wait in {route.lanes} lanes that nobody serves"
-        yield Check("lanes", State.WARNING, what, f"they wait for a relay that serves {route.destination!r}")
-    if not found:
-        yield Check("lanes", State.OK, "no delivery waits for a relay")
+        serving = ", ".join(relay.name for relay in relays if route.route in relay.routes)
+        remedy = f"they wait for a relay that serves {route.destination!r}"
+        yield Check("lanes", State.WARNING, what, f"{remedy}: {serving} should take them" if serving else remedy)
 
 
-def _failures(connection: Connection) -> Iterator[Check]:
-    groups = [it for it in inspection.statistics(connection) if it.status in (Status.FAILED, Status.PARKED)]
-    for group in groups:
+def _expired(relays: list[RelayState], lanes: list[LaneState]) -> Iterator[Check]:
+    ended: dict[str, list[float]] = {}
+    for lane in lanes:
+        if lane.owner is not None and not lane.held:
+            ended.setdefault(lane.owner, []).append(-(lane.lease_seconds or 0.0))
+    remedy = "another relay takes them over" if relays else "start a relay: it takes them over"
+    for owner, ages in ended.items():
+        what = f"{owner} holds {number(len(ages), 'lane')}, and its lease has expired {age(min(ages))} ago"
+        yield Check("lanes", State.WARNING, what, remedy)
+
+
+def _troubled(lanes: list[LaneState]) -> Iterator[Check]:
+    troubles = Counter(
+        (lane.route, lane.trouble, lane.trouble_seconds is None) for lane in lanes if lane.held and lane.trouble
+    )
+    for (route, trouble, halted), count in troubles.items():
+        what = f"{number(count, 'lane')} of route {route!r} cannot send: {trouble}"
+        if halted:
+            remedy = "remove the cause, then `pillarbox lanes release` them one by one"
+            yield Check("lanes", State.PROBLEM, what, remedy)
+        else:
+            yield Check("lanes", State.WARNING, what, "they try again by themselves: see that it can be reached")
+
+
+def _pauses(connection: Connection, lanes: list[LaneState]) -> Iterator[Check]:
+    routes = Counter(lane.route for lane in lanes if lane.paused)
+    tenants = [each.tenant for each in inspection.tenant_states(connection) if each.paused]
+    for route, count in routes.items():
+        what = f"{number(count, 'lane')} of route {route!r} paused"
+        yield Check("pauses", State.WARNING, what, f"to let them go on: `pillarbox lanes resume {quote(route)}`")
+    for tenant in tenants:
+        remedy = f"to let it go on: `pillarbox lanes resume --tenant {quote(tenant)}`"
+        yield Check("pauses", State.WARNING, f"tenant {tenant!r} paused", remedy)
+    if not routes and not tenants:
+        yield Check("pauses", State.OK, "nothing is paused")
+
+
+def _backlog(groups: list[Group]) -> Iterator[Check]:
+    pending = [group for group in groups if group.status is Status.PENDING]
+    for group in pending:
+        what = f"{number(group.count, 'delivery')} of route {group.route!r} pending, the oldest for "
+        what += age(group.oldest_age_seconds)
+        if group.oldest_age_seconds < _LONG:
+            yield Check("backlog", State.OK, what)
+        else:
+            yield Check("backlog", State.WARNING, what, "see what holds them back: `pillarbox lanes list`")
+    if not pending:
+        yield Check("backlog", State.OK, "no delivery is pending")
+
+
+def _failures(groups: list[Group]) -> Iterator[Check]:
+    failed = [it for it in groups if it.status in (Status.FAILED, Status.PARKED)]
+    for group in failed:
         state = State.PROBLEM if group.status is Status.FAILED else State.WARNING
-        what = f"{group.count:,} deliveries of route {group.route!r} are {group.status}"
+        what = f"{number(group.count, 'delivery')} of route {group.route!r} {group.status}"
         remedy = f"see `pillarbox outbox list --status {group.status}` and their last_error"
+        if group.status is Status.FAILED:
+            remedy += "; then redrive, edit or discard them"
         yield Check("failures", state, what, remedy)
-    if not groups:
+    if not failed:
         yield Check("failures", State.OK, "no delivery has failed")

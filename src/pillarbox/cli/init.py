@@ -43,6 +43,6 @@ def template() -> str:
         if above and above != group:
             lines.append(f"#{above}:")
         group = above
-        example = yaml.safe_dump((field.examples or [None])[0]).splitlines()[0]
+        example = yaml.safe_dump((field.examples or [None])[0], default_flow_style=True).splitlines()[0]
         lines.append(f"#{'  ' if above else ''}{name}: {example}")
     return "\n".join(lines) + "\n"

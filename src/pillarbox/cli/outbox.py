@@ -1,23 +1,70 @@
-"""``pillarbox outbox``: look into the outbox, without changing anything."""
+"""``pillarbox outbox``: look into the outbox, and mend what has failed.
+
+Nothing here changes a delivery: the owner of its lane does what is asked for, in its next turn.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 from uuid import UUID
 
 import click
+import msgspec
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from .. import clock
+from ..codecs.cloudevents import CloudEventsCodec
+from ..codecs.json import parse_object
+from ..errors import EventError
 from ..outbox import Status
-from ..stores import inspection
-from ..stores.inspection import Details, Filter
-from .database import ask, load_settings, run
-from .output import CommandError, Exit, emit, options, shown, table
+from ..payload import plain as exact
+from ..settings import Settings
+from ..stores import inspection, operations, sqlite
+from ..stores.inspection import AuditEntry, Details, Filter, Summary
+from ..stores.operations import ELIGIBLE, Action, Author, Run, Selection
+from ..stores.schema import check_schema
+from ..transport import Capabilities
+from .database import ask, load_settings, opened, run
+from .output import (
+    CommandError,
+    Exit,
+    age,
+    check_text,
+    confirm,
+    confirmed,
+    emit,
+    number,
+    options,
+    plain,
+    shown,
+    signed,
+    table,
+)
+
+_PORTION = 500
+_SAMPLE = 10
+_PATTERN_HELP = "Event name; * is one part, ** at the end the rest."
+_UNITS = {"s": 1, "min": 60, "h": 3_600, "d": 86_400}
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 @click.group(no_args_is_help=False)
 def command() -> None:
-    """Look into the outbox."""
+    """Look into the outbox, and mend what has failed."""
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
 
 
 def _check_pattern(_context: click.Context, _parameter: click.Parameter, pattern: str | None) -> str | None:
@@ -28,34 +75,50 @@ def _check_pattern(_context: click.Context, _parameter: click.Parameter, pattern
     return pattern
 
 
+def _filters(command: _Command) -> _Command:
+    """The options that choose deliveries by what they are."""
+    for option in (
+        click.option("--key", metavar="KEY", callback=check_text),
+        click.option("--tenant", metavar="TENANT", callback=check_text),
+        click.option(
+            "--type",
+            metavar="PATTERN",
+            callback=_check_pattern,
+            help="Event name; * is one part, ** at the end the rest.",
+        ),
+        click.option("--route", metavar="NAME", callback=check_text),
+    ):
+        command = option(command)
+    return command
+
+
 @command.command("list")
 @click.option("--status", type=click.Choice([each.value for each in Status]))
-@click.option("--route", metavar="NAME")
-@click.option(
-    "--type", metavar="PATTERN", callback=_check_pattern, help="Event name; * is one part, ** at the end the rest."
-)
-@click.option("--tenant", metavar="TENANT")
-@click.option("--key", metavar="KEY")
+@_filters
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--after", type=click.IntRange(0), metavar="ID", default=0, help="Begin after this id.")
 @options
 def list_deliveries(
-    config: Path | None, as_json: bool, *, limit: int, after: int, status: str | None, **filters: str | None
+    config: Path | None, as_json: bool, *, limit: int, after: int, status: str | None, **filters: Any
 ) -> None:
     """List deliveries, oldest first."""
     wanted = Filter(Status(status) if status else None, **filters)
     settings = load_settings(config)
     found = run(ask(settings, lambda it: inspection.deliveries(it, wanted, after=after, limit=limit + 1)))
     page, following = found[:limit], found[limit - 1].id if len(found) > limit else None
-    rows = [
-        (it.id, it.status, it.route, it.event_type, it.tenant_id, it.key, it.attempts, it.created_at, it.event_id)
-        for it in page
-    ]
-    headings = ("ID", "STATUS", "ROUTE", "TYPE", "TENANT", "KEY", "ATTEMPTS", "CREATED", "EVENT")
-    text = table([headings, *rows]) if rows else "no deliveries"
+    text = _listed(page)
     if following is not None:
         text += f"\nthere are more: --after {following}"
     emit({"deliveries": [asdict(it) for it in page], "next": following}, text, as_json=as_json)
+
+
+def _listed(deliveries: list[Summary]) -> str:
+    rows = [
+        (it.id, it.status, it.route, it.event_type, it.tenant_id, it.key, it.attempts, it.created_at, it.event_id)
+        for it in deliveries
+    ]
+    headings = ("ID", "STATUS", "ROUTE", "TYPE", "TENANT", "KEY", "ATTEMPTS", "CREATED", "EVENT")
+    return table([headings, *rows]) if rows else "no deliveries"
 
 
 @command.command()
@@ -66,13 +129,15 @@ def show(config: Path | None, as_json: bool, event_id: UUID, payload: bool) -> N
     """Show all deliveries of one event."""
     found = run(ask(load_settings(config), lambda it: inspection.deliveries_of(it, event_id, payload=payload)))
     if not found:
-        raise CommandError(
-            f"the outbox has no event {event_id}: its transaction did not commit, no route takes it, or it was pruned",
-            Exit.PROBLEM,
-        )
+        raise CommandError(absent(event_id), Exit.PROBLEM)
     described = [{name: value for name, value in asdict(it).items() if payload or name != "payload"} for it in found]
     text = "\n\n".join(_described(it, payload=payload) for it in found)
     emit({"event_id": event_id, "deliveries": described}, text, as_json=as_json)
+
+
+def absent(event_id: UUID) -> str:
+    """What can be said about an event that is not there."""
+    return f"the outbox has no event {event_id}: its transaction did not commit, no route takes it, or it was pruned"
 
 
 @command.command()
@@ -80,9 +145,34 @@ def show(config: Path | None, as_json: bool, event_id: UUID, payload: bool) -> N
 def stats(config: Path | None, as_json: bool) -> None:
     """Count deliveries per route and status."""
     groups = run(ask(load_settings(config), inspection.statistics))
-    rows = [(it.route, it.status, it.count, _age(it.oldest_age_seconds), it.oldest_at) for it in groups]
+    rows = [(it.route, it.status, it.count, age(it.oldest_age_seconds), it.oldest_at) for it in groups]
     text = table([("ROUTE", "STATUS", "COUNT", "OLDEST", "SINCE"), *rows]) if rows else "no deliveries"
     emit({"groups": [asdict(it) for it in groups]}, text, as_json=as_json)
+
+
+@command.command()
+@click.option("--event", type=click.UUID, metavar="EVENT_ID", help="Only what names this event.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--payload", is_flag=True, help="Show bodies that were replaced, too. They may hold personal data.")
+@options
+def audit(config: Path | None, as_json: bool, event: UUID | None, limit: int, payload: bool) -> None:
+    """List what people did, newest first."""
+    trail = run(ask(load_settings(config), lambda it: inspection.audit_trail(it, event=event, limit=limit)))
+    entries = [asdict(it) | {"details": _details(it, payload=payload)} for it in trail]
+    headings = ("ID", "AT", "WHO", "ACTION", "TARGET", "REASON", "DETAILS")
+    rows = [
+        (it["id"], it["at"], it["who"], it["action"], it["target"], it["reason"], _flat(it["details"]))
+        for it in entries
+    ]
+    emit({"entries": entries}, table([headings, *rows]) if rows else "nobody has done anything", as_json=as_json)
+
+
+def _details(entry: AuditEntry, *, payload: bool) -> dict[str, Any]:
+    return {name: value for name, value in entry.details.items() if payload or name != "old_body"}
+
+
+def _flat(details: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("filter", "rows"))
 
 
 def _described(delivery: Details, *, payload: bool) -> str:
@@ -94,8 +184,284 @@ def _described(delivery: Details, *, payload: bool) -> str:
     return table([(name, shown(value)) for name, value in values.items()])
 
 
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def _duration(_context: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(s|min|h|d)", text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no duration: write '90s', '15min', '2h' or '7d'.")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _selecting(action: Action) -> Callable[[_Command], _Command]:
+    """The arguments of commands that ask for something for many deliveries."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in (
+            signed,
+            click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N per second."),
+            click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N in all, oldest first."),
+            click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
+            click.option("--older-than", metavar="TIME", callback=_duration, help="Age: 90s, 15min, 2h, 7d."),
+            _filters,
+            click.option(
+                "--status",
+                type=click.Choice([each.value for each in ELIGIBLE[action]]),
+                help="[default: FAILED; of events that are named, any of these]",
+            ),
+            click.argument("event_ids", type=click.UUID, nargs=-1, metavar="[EVENT_ID]..."),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@command.command()
+@_selecting(Action.REDRIVE)
+@options
+def redrive(config: Path | None, as_json: bool, **given: Any) -> None:
+    """Have failed deliveries tried again, now and with all their attempts before them.
+
+    Named by their events, or chosen by filters. Ctrl-C and SIGTERM stop between two portions.
+    """
+    _request(Action.REDRIVE, load_settings(config), as_json=as_json, **given)
+
+
+@command.command()
+@_selecting(Action.DISCARD)
+@confirmed
+@options
+def discard(config: Path | None, as_json: bool, **given: Any) -> None:
+    """Have deliveries taken out: they are never sent, and their key goes on without them.
+
+    Named by their events, or chosen by filters. Ctrl-C and SIGTERM stop between two portions.
+    """
+    _request(Action.DISCARD, load_settings(config), as_json=as_json, **given)
+
+
+def _request(
+    action: Action,
+    settings: Settings,
+    *,
+    as_json: bool,
+    event_ids: tuple[UUID, ...],
+    everything: bool,
+    status: str | None,
+    limit: int | None,
+    rate: float | None,
+    dry_run: bool,
+    by: str,
+    reason: str | None,
+    yes: bool = False,
+    **filters: Any,
+) -> None:
+    narrowed = bool(event_ids) or any(value is not None for value in filters.values())
+    if narrowed == everything:
+        raise click.UsageError(
+            "--all goes with no EVENT_ID and no filter."
+            if everything
+            else "Name events, or choose by --route, --type, --tenant, --key or --older-than, or say --all."
+        )
+    default = None if event_ids else Status.FAILED
+    selection = Selection(action, Filter(Status(status) if status else default, **filters), event_ids)
+    report = run(ask(settings, lambda it: _look(it, selection, limit)))
+    code = Exit.FINE
+    if report["selected"] and not dry_run:
+        if action is Action.DISCARD:
+            confirm(f"discard {number(report['selected'], 'delivery')} ({selection})", yes=yes)
+        done, code = run(_run(settings, selection, Author(by, reason), total=report["selected"], rate=rate))
+        report |= done
+    report["dry_run"] = dry_run
+    emit(report, _told(report), as_json=as_json)
+    if code:
+        click.get_current_context().exit(code)
+
+
+def _look(connection: Connection, selection: Selection, limit: int | None) -> dict[str, Any]:
+    """What is selected, before anything is done."""
+    statuses = operations.left_alone(connection, selection) if selection.events else {}
+    missing = [absent(event) for event in selection.events if event not in statuses]
+    if missing:
+        raise CommandError("\n".join(missing), Exit.PROBLEM)
+    found, asked_before = operations.count(connection, selection)
+    selected = min(found, limit or found)
+    return {
+        "action": selection.action,
+        "selected": selected,
+        "requested": 0,
+        "left": selected,
+        "asked_before": asked_before,
+        "left_alone": {str(event): each for event, each in statuses.items() if each},
+        "unserved": [],
+        "audit": None,
+        "sample": [asdict(it) for it in operations.sample(connection, selection, min(selected, _SAMPLE))],
+    }
+
+
+async def _run(
+    settings: Settings, selection: Selection, author: Author, *, total: int, rate: float | None
+) -> tuple[dict[str, Any], Exit]:
+    """Portion by portion, each in a transaction of its own; never more than was counted, and shown, before."""
+    size = _PORTION if rate is None else min(_PORTION, max(1, int(rate)))
+    progress = Run()
+    async with changing(settings) as engine:
+        with _signals() as told:
+            while progress.requested < total and not told.done():
+                before, portion = progress, min(size, total - progress.requested)
+                async with engine.begin() as connection:
+                    progress = await connection.run_sync(operations.request, selection, author, before, portion)
+                if progress == before:  # others were quicker
+                    break
+                if rate is not None and progress.requested < total:
+                    await asyncio.wait([told], timeout=portion / rate)
+            code = told.result() if told.done() and progress.requested < total else Exit.FINE
+        async with engine.connect() as connection:
+            unserved = await connection.run_sync(operations.unserved_requests, progress)
+    left = total - progress.requested if code else 0
+    done = {"requested": progress.requested, "left": left, "unserved": unserved, "audit": progress.audit}
+    return done, code
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Future[Exit]]:
+    """Done when SIGINT or SIGTERM has come, so that no portion is torn apart. The second one is taken at its word."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    told: asyncio.Future[Exit] = loop.create_future()
+
+    def tell(code: Exit) -> None:
+        if not told.done():
+            told.set_result(code)
+        elif task is not None:
+            task.cancel()
+
+    numbers = {} if sys.platform == "win32" else {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
+    for each, code in numbers.items():
+        loop.add_signal_handler(each, tell, code)
+    try:
+        yield told
+    finally:
+        for each in numbers:
+            loop.remove_signal_handler(each)
+
+
+def _told(report: dict[str, Any]) -> str:
+    action, selected = report["action"], number(report["selected"], "delivery")
+    if report["dry_run"] or not report["selected"]:
+        lines = [f"{action}: {selected} would be asked for" if report["selected"] else f"{action}: nothing to do"]
+        if report["sample"]:
+            lines.append(_listed([Summary(**it) for it in report["sample"]]))
+    else:
+        lines = [f"{action}: {report['requested']:,} of {selected} asked for, audit entry {report['audit'] or '-'}"]
+    if report["left"] and not report["dry_run"]:
+        lines.append(f"stopped: {number(report['left'], 'delivery')} left")
+    if report["asked_before"]:
+        lines.append(f"{number(report['asked_before'], 'delivery')}: asked for before, and not done yet")
+    lines += [f"event {event} is {', '.join(each)}: left alone" for event, each in report["left_alone"].items()]
+    lines += [_waits(route) for route in report["unserved"]]
+    return "\n".join(lines)
+
+
+def _waits(route: str) -> str:
+    return plain(f"no live relay serves route {route!r}: what is asked for waits until one does")
+
+
+@command.command()
+@click.argument("event_id", type=click.UUID)
+@click.option("--route", metavar="NAME", callback=check_text, help="Needed if several of its deliveries have failed.")
+@click.option("--body", type=click.File("rb"), required=True, metavar="FILE", help="The new body; - is standard input.")
+@signed
+@options
+def edit(
+    config: Path | None,
+    as_json: bool,
+    event_id: UUID,
+    *,
+    route: str | None,
+    body: BinaryIO,
+    by: str,
+    reason: str | None,
+    dry_run: bool,
+) -> None:
+    """Have another body sent in place of one that failed, as a new event that names the old one.
+
+    The old body is kept in the audit trail. --reason is required.
+    """
+    if not reason:
+        raise click.UsageError("Missing option '--reason': say why the body is changed.")
+    settings, new_id = load_settings(config), clock.current().new_id()
+    delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
+    new = _checked(body.read(), delivery, limit=max(len(old), Capabilities().max_body_bytes), event_id=new_id)
+    report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
+    report |= {"bytes": len(new), "audit": None, "unserved": [], "dry_run": dry_run}
+    if not dry_run:
+        author = Author(by, reason)
+        entry, unserved = run(
+            change(settings, lambda it: _edit(it, delivery, author, old=old, new=new, event_id=new_id))
+        )
+        report |= {"audit": entry, "unserved": unserved}
+    said = "the new body can be sent"
+    if not dry_run:
+        said = f"asked for, to go on as event {new_id}, audit entry {report['audit']}"
+    emit(report, "\n".join([f"edit: {said}", *map(_waits, report["unserved"])]), as_json=as_json)
+
+
+def _editable(connection: Connection, event_id: UUID, route: str | None) -> tuple[Details, bytes]:
+    """The one failed delivery that is meant."""
+    found = inspection.deliveries_of(connection, event_id, payload=False)
+    if not found:
+        raise CommandError(absent(event_id), Exit.PROBLEM)
+    meant = [it for it in found if it.route is not None and route in (None, it.route)]
+    failed = [it for it in meant if it.status in ELIGIBLE[Action.EDIT]]
+    if not failed:
+        states = ", ".join(f"{it.status} for {it.route!r}" for it in meant or found)
+        raise CommandError(f"only a delivery that has failed can be edited; event {event_id} is {states}", Exit.PROBLEM)
+    if len(failed) > 1:
+        names = " or ".join(repr(it.route) for it in failed)
+        raise CommandError(f"several deliveries of event {event_id} have failed: say --route {names}", Exit.USAGE)
+    return failed[0], inspection.body_of(connection, failed[0])
+
+
+def _edit(connection: Connection, delivery: Details, author: Author, **bodies: Any) -> tuple[int, list[str]]:
+    entry = operations.edit(connection, delivery, author, **bodies)
+    if entry is None:
+        raise CommandError(f"an edit of event {delivery.event_id} for {delivery.route!r} waits already", Exit.PROBLEM)
+    return entry, operations.unserved_requests(connection, Run(audit=entry))
+
+
+def _checked(body: bytes, delivery: Details, *, limit: int, event_id: UUID) -> bytes:
+    """The body as it will be sent, if a consumer could read it."""
+    if len(body) > limit:
+        raise CommandError(f"the body has {len(body):,} bytes, and {limit:,} are allowed", Exit.PROBLEM)
+    kind = (delivery.content_type or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        return body
+    try:
+        content = parse_object(body)
+        exact(content)
+        if kind != CloudEventsCodec.content_type:
+            return body
+        CloudEventsCodec().decode(body, delivery.headers)
+    except EventError as error:
+        raise CommandError(f"the body cannot be sent as {kind}: {error}", Exit.PROBLEM) from None
+    # There the identity is part of the body: with the old one, consumers would take it for a duplicate.
+    return msgspec.json.encode(content | {"id": str(event_id)})
+
+
+@asynccontextmanager
+async def changing(settings: Settings) -> AsyncIterator[AsyncEngine]:
+    """The database, migrated, for those who write."""
+    async with opened(settings) as engine:
+        sqlite.put_right(engine.sync_engine)
+        async with engine.connect() as connection:
+            await connection.run_sync(check_schema)
+        yield engine
+
+
+async def change(settings: Settings, work: Callable[[Connection], _T]) -> _T:
+    """Change something, in one transaction."""
+    async with changing(settings) as engine, engine.begin() as connection:
+        return await connection.run_sync(work)

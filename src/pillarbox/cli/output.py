@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import re
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -44,6 +48,54 @@ def options(command: _Command) -> _Command:
     config = click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The settings file.")
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
     return config(as_json(command))
+
+
+def signed(command: _Command) -> _Command:
+    """The options of commands that leave a row in the audit trail."""
+    by = click.option(
+        "--by", metavar="NAME", default=_somebody, callback=_check_name, help="Who does it.  [default: USER@HOST]"
+    )
+    reason = click.option("--reason", callback=check_text, help="Why; it is kept in the audit trail.")
+    dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+    return by(reason(dry_run(command)))
+
+
+def confirmed(command: _Command) -> _Command:
+    """The option of commands that `confirm` what they do."""
+    return click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")(command)
+
+
+def confirm(what: str, *, yes: bool) -> None:
+    """Let a person say yes to what cannot be taken back."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise CommandError(f"this would {what}: say --yes, as there is no terminal to ask on", Exit.USAGE)
+    if not click.confirm(plain(f"{what[0].upper()}{what[1:]}?"), err=True):
+        raise CommandError("nothing was done", Exit.PROBLEM)
+
+
+def _somebody() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have a number and no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:200]
+
+
+def check_text(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """An argument that a database takes as text; it may be any bytes."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not valid UTF-8.") from None
+    return value
+
+
+def _check_name(context: click.Context, parameter: click.Parameter, name: str) -> str:
+    if not 1 <= len(name) <= 200:
+        raise click.BadParameter("a name has 1 to 200 characters.")
+    return check_text(context, parameter, name) or name
 
 
 def emit(value: object, text: str, *, as_json: bool) -> None:
@@ -92,6 +144,21 @@ def shown(value: object) -> str:
 def when(moment: datetime) -> str:
     """A moment in UTC."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def age(seconds: float) -> str:
+    """How long something lasts."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def number(count: int, what: str) -> str:
+    """``1 delivery``, ``2 deliveries``."""
+    if count == 1:
+        return f"1 {what}"
+    return f"{count:,} {what[:-1]}ies" if what.endswith("y") else f"{count:,} {what}s"
 
 
 def _jsonable(value: object) -> str:

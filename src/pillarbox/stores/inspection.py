@@ -1,14 +1,16 @@
-"""The outbox as people see it: questions to the view ``outbox_events``, and to the server about itself.
+"""The outbox as people see it: questions to the view ``outbox_events``, to lanes, relays and the trail of what people
+did, and to the server about itself.
 
-Nothing here changes anything. All values are bound; filters by key and tenant compare bytes, as the store does.
+Nothing here changes anything. All values are bound; filters by key and tenant compare bytes, as the store does. Ages
+and leases are told by the database's clock.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -20,7 +22,9 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    and_,
     bindparam,
+    case,
     column,
     func,
     or_,
@@ -30,14 +34,16 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from ..outbox import Status
+from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
+from .append import route_record
 from .columns import Utc, from_now
-from .tables import lanes, outbox, routes
+from .tables import audit, lanes, outbox, relays, requests, routes, tenants
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
 
-_WAITING = (Status.PENDING, Status.SENDING, Status.RETRYING)
+_WAITING = (Status.PENDING, Status.RETRYING)
+_AFTER_FAILURE = (Status.RETRYING, Status.PARKED, Status.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,12 @@ class Filter:
     """Matches `TYPE_PATTERN`."""
     tenant: str | None = None
     key: str | None = None
+    older_than: float | None = None
+    """Seconds since it was written, at least."""
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +126,91 @@ class Unserved:
     waiting: int
 
 
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """A lane: who holds it, what it has before it, and what holds it back."""
+
+    route: str
+    destination: str
+    shard: int
+    owner: str | None
+    lease_seconds: float | None
+    """Until the lease ends; below zero: since it has ended; None: nobody holds the lane."""
+    epoch: int
+    batch: int
+    tries: int
+    pending: int
+    waiting: int
+    """Deliveries that are RETRYING, PARKED or FAILED."""
+    oldest_pending_seconds: float | None
+    paused: bool
+    rate: float | None
+    trouble: str | None
+    trouble_seconds: float | None
+    """Until the owner tries again; None, if there is trouble: it needs a person."""
+
+    @property
+    def held(self) -> bool:
+        """Whether a relay holds it now."""
+        return self.lease_seconds is not None and self.lease_seconds > 0
+
+    def __str__(self) -> str:
+        return f"{self.route}/{self.shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class RelayState:
+    """A relay that is alive, and what it serves."""
+
+    name: str
+    routes: tuple[str, ...]
+    shards: tuple[int, ...] | None
+    """None: all of them."""
+    started_at: datetime
+
+    def serves(self, route: str, shard: int) -> bool:
+        """Whether it may hold this lane."""
+        return route in self.routes and (self.shards is None or shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """A tenant that people have stopped or slowed."""
+
+    tenant: str
+    paused: bool
+    rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """What a person has done."""
+
+    id: int
+    at: datetime
+    who: str
+    action: str
+    target: str
+    event_id: UUID | None
+    reason: str | None
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What a person wants done with a delivery, and the owner of its lane has not done yet."""
+
+    row_id: int
+    action: str
+    event_id: UUID | None
+    audit: int
+    who: str
+    at: datetime
+
+
 _COLUMN_TYPES: dict[str, TypeEngine[Any]] = {
     "id": BigInteger(),
+    "event_id": outbox.c.event_id.type,
     "next_attempt_at": Utc(),
     "locked_until": Utc(),
     "created_at": Utc(),
@@ -124,27 +219,30 @@ _COLUMN_TYPES: dict[str, TypeEngine[Any]] = {
 }
 events = table(
     "outbox_events",
-    *(column(field.name, _COLUMN_TYPES.get(field.name)) for field in fields(Details)),
+    *(column(each.name, _COLUMN_TYPES.get(each.name)) for each in fields(Details)),
 )
 
 
-def deliveries(connection: Connection, wanted: Filter, *, after: int, limit: int) -> list[Summary]:
+def deliveries(
+    connection: Connection, wanted: Filter, *, after: int, limit: int, also: Sequence[ColumnElement[bool]] = ()
+) -> list[Summary]:
     """The deliveries that match, in the order of their ids, from the first one after ``after``."""
-    columns = [events.c[field.name] for field in fields(Summary)]
-    found = select(*columns).where(events.c.id > after, *_conditions(wanted)).order_by(events.c.id).limit(limit)
+    columns = [events.c[each.name] for each in fields(Summary)]
+    conditions = (events.c.id > after, *conditions_for(wanted), *also)
+    found = select(*columns).where(*conditions).order_by(events.c.id).limit(limit)
     return [Summary(**_values(row)) for row in connection.execute(found)]
 
 
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
     """All deliveries of one event."""
-    columns = [events.c[field.name] for field in fields(Details) if payload or field.name != "payload"]
-    found = select(*columns).where(_is(outbox.c.event_id, event_id)).order_by(events.c.id)
+    columns = [events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
+    found = select(*columns).where(events.c.event_id == event_id).order_by(events.c.id)
     return [Details(**_values(row)) for row in connection.execute(found)]
 
 
 def statistics(connection: Connection) -> list[Group]:
     """How many deliveries each route has in each status, and since when, by the database's clock."""
-    now: datetime = connection.execute(select(from_now())).scalar_one()
+    now = database_time(connection)
     oldest = func.min(events.c.created_at)
     grouped = select(events.c.route, events.c.status, func.count(), oldest).group_by(events.c.route, events.c.status)
     return [
@@ -166,6 +264,200 @@ def unserved(connection: Connection) -> list[Unserved]:
         .order_by(routes.c.name)
     )
     return [Unserved(*row) for row in connection.execute(found)]
+
+
+def database_time(connection: Connection) -> datetime:
+    """Now, as the database sees it."""
+    now: datetime = connection.execute(select(from_now())).scalar_one()
+    return now
+
+
+# -- lanes and relays --------------------------------------------------------------------------------------------------
+
+
+def lane_states(connection: Connection, route: str | None = None, shard: int | None = None) -> list[LaneState]:
+    """All lanes, or those of one route, or one of them."""
+    wanted = [] if route is None else [lanes.c.route == stable_hash(route)]
+    if shard is not None:
+        wanted.append(lanes.c.shard == shard)
+    is_pending = outbox.c.status == Status.PENDING
+    counted = (
+        select(
+            outbox.c.route,
+            outbox.c.shard,
+            func.count(case((is_pending, 1))).label("pending"),
+            func.count(case((~is_pending, 1))).label("waiting"),
+            func.min(case((is_pending, outbox.c.id))).label("first"),
+        )
+        .where(outbox.c.status.in_((Status.PENDING, *_AFTER_FAILURE)))
+        .group_by(outbox.c.route, outbox.c.shard)
+        .subquery()
+    )
+    # Only with its lane and status is a row found by its id without reading all of them.
+    is_first = and_(
+        outbox.c.route == lanes.c.route, outbox.c.shard == lanes.c.shard, is_pending, outbox.c.id == counted.c.first
+    )
+    found = (
+        select(lanes, routes.c.name, routes.c.destination, counted.c.pending, counted.c.waiting, outbox.c.created_at)
+        .join(routes, routes.c.id == lanes.c.route)
+        .outerjoin(counted, and_(counted.c.route == lanes.c.route, counted.c.shard == lanes.c.shard))
+        .outerjoin(outbox, is_first)
+        .where(*wanted)
+        .order_by(routes.c.name, lanes.c.shard)
+    )
+    now = database_time(connection)
+    return [_lane_state(row, now) for row in connection.execute(found)]
+
+
+def _lane_state(row: Row[Any], now: datetime) -> LaneState:
+    return LaneState(
+        route=row.name,
+        destination=row.destination,
+        shard=row.shard,
+        owner=row.locked_by,
+        lease_seconds=_until(row.locked_until, now),
+        epoch=row.epoch,
+        batch=row.batch,
+        tries=row.tries,
+        pending=row.pending or 0,
+        waiting=row.waiting or 0,
+        oldest_pending_seconds=None if row.created_at is None else max(0.0, (now - row.created_at).total_seconds()),
+        paused=row.paused,
+        rate=row.rate,
+        trouble=row.trouble,
+        trouble_seconds=_until(row.trouble_until, now),
+    )
+
+
+def _until(moment: datetime | None, now: datetime) -> float | None:
+    return None if moment is None else (moment - now).total_seconds()
+
+
+def live_relays(connection: Connection) -> list[RelayState]:
+    """The relays that are alive."""
+    names = {row.id: row.name for row in connection.execute(select(routes.c.id, routes.c.name))}
+    found = select(relays).where(relays.c.expires_at > from_now()).order_by(relays.c.name)
+    return [
+        RelayState(
+            name=row.name,
+            routes=tuple(sorted(names[route] for route in json.loads(row.serves) if route in names)),
+            shards=None if row.shards is None else tuple(json.loads(row.shards)),
+            started_at=row.started_at,
+        )
+        for row in connection.execute(found)
+    ]
+
+
+def route_named(connection: Connection, name: str) -> RouteRecord | None:
+    """What the database knows about a route."""
+    row = connection.execute(select(routes).where(routes.c.id == stable_hash(name))).one_or_none()
+    return None if row is None else route_record(row._mapping)
+
+
+def tenant_states(connection: Connection) -> list[TenantState]:
+    """Tenants that are paused or held to a rate."""
+    held = or_(tenants.c.paused, tenants.c.rate.is_not(None))
+    return [TenantState(*row) for row in connection.execute(select(tenants).where(held).order_by(tenants.c.tenant))]
+
+
+# -- one delivery ------------------------------------------------------------------------------------------------------
+
+
+def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -> Details | None:
+    """The first unsettled delivery of its lane and key that was tried before this one."""
+    blocking = [Status.RETRYING, Status.PARKED]
+    if route.on_failure is FailurePolicy.PARK:
+        blocking.append(Status.FAILED)
+    tenant = outbox.c.tenant
+    first = (
+        select(outbox.c.event_id, outbox.c.id)
+        .where(outbox.c.route == route.id, outbox.c.shard == delivery.shard, outbox.c.status.in_(blocking))
+        .where(outbox.c.key == delivery.key, outbox.c.id < delivery.id)
+        .where(tenant.is_(None) if delivery.tenant_id is None else tenant == delivery.tenant_id)
+        .order_by(outbox.c.id)
+        .limit(1)
+    )
+    row = connection.execute(first).one_or_none()
+    if row is None:
+        return None
+    return next((each for each in deliveries_of(connection, row.event_id, payload=False) if each.id == row.id), None)
+
+
+def pending_before(connection: Connection, delivery: Details) -> int:
+    """How many deliveries of its lane go before it."""
+    ahead = select(func.count()).where(
+        outbox.c.route == stable_hash(delivery.route or ""),
+        outbox.c.shard == delivery.shard,
+        outbox.c.status == Status.PENDING,
+        outbox.c.id < delivery.id,
+    )
+    return connection.execute(ahead).scalar_one()
+
+
+def body_of(connection: Connection, delivery: Details) -> bytes:
+    """The bytes of a delivery, whatever they are."""
+    same = and_(outbox.c.event_id == delivery.event_id, outbox.c.id == delivery.id)
+    return bytes(connection.execute(select(outbox.c.body).where(same)).scalar_one())
+
+
+# -- what people did ---------------------------------------------------------------------------------------------------
+
+
+def audit_trail(
+    connection: Connection, *, event: UUID | None = None, actions: Collection[str] = (), limit: int | None = None
+) -> list[AuditEntry]:
+    """What people did, newest first: all of it, or what names an event."""
+    found = select(audit).order_by(audit.c.id.desc()).limit(limit)
+    if actions:
+        found = found.where(audit.c.action.in_(actions))
+    if event is not None:
+        named = f"%{event}%"
+        found = found.where(or_(audit.c.event_id == event, audit.c.target.like(named), audit.c.details.like(named)))
+    return [_entry(row._mapping) for row in connection.execute(found)]
+
+
+def last_done(connection: Connection, action: str, targets: Collection[str]) -> AuditEntry | None:
+    """The newest entry about one of these targets."""
+    found = select(audit).where(audit.c.action == action, audit.c.target.in_(targets)).order_by(audit.c.id.desc())
+    # Compared once more: some databases take letters of another case for the same.
+    return next((_entry(row._mapping) for row in connection.execute(found) if row.target in targets), None)
+
+
+def discarded_by(connection: Connection, delivery: Details) -> list[AuditEntry]:
+    """The runs that may have discarded it: the one that named it, else those whose filter takes it."""
+    runs = audit_trail(connection, actions=["discard"])
+    named = [run for run in runs if str(delivery.event_id) in run.target]
+    return named[:1] or [run for run in runs if _covers(connection, run.details, delivery)]
+
+
+def _covers(connection: Connection, details: Mapping[str, Any], delivery: Details) -> bool:
+    first, last = details.get("rows", (1, 0))
+    if not first <= delivery.id <= last:
+        return False
+    # What the status was then, nobody knows any more.
+    wanted = Filter(**details.get("filter", {}) | {"status": None})
+    same = (events.c.event_id == delivery.event_id, events.c.id == delivery.id)
+    return connection.execute(select(events.c.id).where(*same, *conditions_for(wanted))).first() is not None
+
+
+def open_requests(connection: Connection, rows: Collection[int]) -> list[OpenRequest]:
+    """What people want done with these deliveries, in the order in which it will be done."""
+    found = (
+        select(requests.c.row_id, requests.c.action, requests.c.event_id, requests.c.audit, audit.c.who, audit.c.at)
+        .join(audit, audit.c.id == requests.c.audit)
+        .where(requests.c.row_id.in_(rows))
+        .order_by(requests.c.id)
+    )
+    return [OpenRequest(*row) for row in connection.execute(found)]
+
+
+def _entry(row: Mapping[Any, Any]) -> AuditEntry:
+    values = {each.name: row[each.name] for each in fields(AuditEntry)}
+    values["details"] = json.loads(values["details"] or "{}")
+    return AuditEntry(**values)
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 def server(connection: Connection) -> tuple[str, tuple[int, ...]]:
@@ -202,7 +494,8 @@ _ID_CACHE = text(
 )
 
 
-def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
+def conditions_for(wanted: Filter) -> list[ColumnElement[bool]]:
+    """The filter, as conditions on the view."""
     conditions: list[ColumnElement[bool]] = []
     if wanted.status is not None:
         conditions.append(events.c.status == wanted.status)
@@ -214,6 +507,8 @@ def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
         conditions.append(_is(outbox.c.tenant, wanted.tenant))
     if wanted.key is not None:
         conditions.append(_is(outbox.c.key, wanted.key))
+    if wanted.older_than is not None:
+        conditions.append(events.c.created_at < from_now(-wanted.older_than))
     return conditions
 
 
@@ -234,7 +529,6 @@ def _of_type(pattern: str) -> list[ColumnElement[bool]]:
 def _values(row: Row[Any]) -> dict[str, Any]:
     values = dict(row._mapping)
     values["status"] = Status(values["status"])
-    values["event_id"] = UUID(str(values["event_id"]))
     if isinstance(values.get("headers"), str):
         values["headers"] = json.loads(values["headers"])
     return values

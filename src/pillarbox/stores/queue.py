@@ -6,84 +6,57 @@ poll.
 
 One rule keeps keys in order: among the waiting rows of a key, the first one decides. It is RETRYING with a time, or
 FAILED and needs a person; the rows behind it are PARKED. When the first one is gone, the next becomes RETRYING and is
-due at once.
+due at once. Only the keys of rows that an announcement touches can have a new first one, so only these are looked at.
+
+The statements of every turn are in `stores.turn`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
-from uuid import uuid4
+from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    and_,
-    case,
-    func,
-    literal_column,
-    or_,
-    select,
-    text,
-    tuple_,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..errors import BatchMismatchError, LeaseLostError, StoreError
-from ..outbox import (
-    Announcement,
-    Batch,
-    Failure,
-    FailurePolicy,
-    Key,
-    Lane,
-    Page,
-    Row,
-    Status,
-    digest,
-)
-from .append import Appender, route_record
+from ..errors import BatchMismatchError, StoreError
+from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Status, digest
+from . import turn
+from .append import Appender
 from .columns import from_now
-from .tables import lanes, outbox, routes
+from .leases import Leases, fenced, is_, lease_lost, stored
+from .tables import outbox, requests
 
-_OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
-
-_ROW = (
-    outbox.c.id,
-    outbox.c.event_id,
-    outbox.c.topic,
-    outbox.c.key,
-    outbox.c.tenant,
-    outbox.c.headers,
-    outbox.c.body,
-    outbox.c.attempts,
-)
+_OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
+_KEYS_WITH_FOLLOWERS = 8
+"""How many keys of a page bring the rows behind their first one: each costs a statement."""
 
 
-class QueueStore(Appender):
-    """`OutboxStore` and `Appends` on a relational database."""
+class QueueStore(Appender, Leases):
+    """`LaneStore`, `OutboxStore` and `Appends` on a relational database."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        super().__init__()
-        # Repeatable reads would show a relay the world as it was at its first statement.
-        level = (
-            {"isolation_level": "READ COMMITTED"} if engine.dialect.name in ("mysql", "mariadb", "postgresql") else {}
-        )
-        self._engine = engine.execution_options(**level)
+        Appender.__init__(self)
+        Leases.__init__(self, engine)
 
-    # -- the relay's side ----------------------------------------------------------------------------------------------
+    async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
+        return await self.read(_ready, sorted(routes), relay)
 
-    async def take(self, relay: str, *, lease: float, limit: int, destinations: Collection[str]) -> list[Lane]:
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(_take, relay, lease, limit, sorted(destinations))
-
-    async def poll(self, lane: Lane, *, limit: int, cursor: Any = None, paused: Collection[str] = ()) -> Page:  # noqa: ARG002  the status is the cursor
-        async with self._engine.connect() as connection:
-            return await connection.run_sync(_poll, lane, limit, sorted(paused))
+    async def poll(
+        self,
+        lane: Lane,
+        *,
+        limit: int,
+        max_bytes: int = 4_194_304,
+        cursor: Any = None,  # noqa: ARG002  the status is the cursor
+        paused: Collection[str] = (),
+    ) -> Page:
+        return await self.read(_poll, lane, limit, max_bytes, sorted(paused))
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if (lane.announced is not None) != settle:
@@ -92,315 +65,348 @@ class QueueStore(Appender):
                 if lane.announced
                 else "there is no announced batch to settle"
             )
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(_announce, lane, batch)
+        return await self.write(_announce, lane, batch)
 
-    async def amend(self, lane: Lane, failures: Sequence[Failure], *, parked: Sequence[int] = ()) -> Lane:
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(_amend, lane, failures, parked)
+    async def amend(
+        self,
+        lane: Lane,
+        failures: Sequence[Failure],
+        *,
+        parked: Sequence[int] = (),
+        attempts: Mapping[int, int] | None = None,
+    ) -> Lane:
+        if lane.announced is None and (failures or parked or attempts):
+            raise StoreError("there is no announced batch to amend")
+        return await self.write(_amend, lane, failures, parked, attempts or {})
 
     async def settle(self, lane: Lane) -> Lane:
         if lane.announced is None:
             raise StoreError("there is no announced batch to settle")
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(_settle, lane)
+        return await self.write(_settle, lane)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        async with self._engine.connect() as connection:
-            return await connection.run_sync(_rebuild, lane)
+        return await self.read(_rebuild, lane)
 
 
-# -- leases ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _take(connection: Connection, relay: str, lease: float, limit: int, destinations: list[str]) -> list[Lane]:
-    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
-    found = connection.execute(
-        select(lanes.c.route, lanes.c.shard)
-        .where(
-            lanes.c.route.in_(select(routes.c.id).where(routes.c.destination.in_(destinations))), ~lanes.c.paused, free
-        )
-        .order_by(lanes.c.route, lanes.c.shard)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
-    if not found:
-        return []
-    token = uuid4()
-    mine = tuple_(lanes.c.route, lanes.c.shard).in_([(row.route, row.shard) for row in found])
-    # A clean release leaves no owner behind: only an owner that was lost counts against its batch.
-    lost = and_(lanes.c.announced.is_not(None), lanes.c.locked_by.is_not(None))
-    connection.execute(
-        update(lanes)
-        .where(mine)
-        .ordered_values(  # MySQL assigns from left to right: tries must still see who was here
-            (lanes.c.tries, lanes.c.tries + case((lost, 1), else_=0)),
-            (lanes.c.epoch, lanes.c.epoch + 1),
-            (lanes.c.token, token),
-            (lanes.c.locked_by, relay),
-            (lanes.c.locked_until, from_now(lease)),
-        )
-    )
-    taken = connection.execute(
-        select(lanes, routes)
-        .join(routes, routes.c.id == lanes.c.route)
-        .where(mine)
-        .order_by(lanes.c.route, lanes.c.shard)
-    )
-    return [_lane(connection, row._mapping) for row in taken.all()]
+def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:
+    statement = turn.READY if relay is None else turn.READY_HERE
+    return frozenset(LaneName(*row) for row in connection.execute(statement, {"routes": routes, "relay": relay}))
 
 
-def _lane(connection: Connection, row: Mapping[Any, Any]) -> Lane:
-    lane = Lane(
-        route=route_record(row),
-        shard=row[lanes.c.shard],
-        epoch=row[lanes.c.epoch],
-        token=row[lanes.c.token],
-        batch=row[lanes.c.batch],
-        next_number=row[lanes.c.next_number],
-        announced=_announcement(row[lanes.c.announced]),
-        tries=row[lanes.c.tries],
-        waiting=frozenset(),
-    )
-    return replace(lane, waiting=_waiting_keys(connection, lane))
+def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str]) -> Page:
+    sending = _sending(lane)
+    reads = turn.reads(_is_postgres(connection), sending=bool(sending), paused=bool(paused))
+    parameters = {**_place(lane), "limit": limit, "max_bytes": max_bytes, "paused": paused, "sending": sending}
+    found = connection.execute(reads.fresh, parameters).all()
+    fresh = [_row(values) for values in found if not values[-1]]
+    asked = [values[0] for values in found if values[-1]] if len(fresh) < len(found) else ()
+    redo = _redo(connection, lane, reads, parameters) if lane.waiting else ()
+    return Page(redo=_by_id(redo), fresh=_by_id(fresh), requests=tuple(sorted(asked)))
 
 
-def _fenced(connection: Connection, lane: Lane, **values: Any) -> None:
-    """The first write of every step: nothing else happens if the lane is not ours any more."""
-    changed = connection.execute(
-        update(lanes)
-        .where(
-            lanes.c.route == lane.route.id,
-            lanes.c.shard == lane.shard,
-            lanes.c.epoch == lane.epoch,
-            lanes.c.token == lane.token,
-            lanes.c.batch == lane.batch,
-        )
-        .values(**values)
-    )
-    if changed.rowcount != 1:
-        raise LeaseLostError(
-            f"lane {lane.route.name}/{lane.shard} has another owner than epoch {lane.epoch}, batch {lane.batch}"
-        )
-
-
-# -- one turn of a lane ------------------------------------------------------------------------------------------------
-
-
-def _poll(connection: Connection, lane: Lane, limit: int, paused: list[str]) -> Page:
-    allowed = _of(lane)
-    if paused:
-        allowed = and_(allowed, or_(outbox.c.tenant.is_(None), outbox.c.tenant.not_in(paused)))
-    fresh = connection.execute(select(*_ROW).where(allowed, _is(Status.PENDING)).order_by(outbox.c.id).limit(limit))
-    return Page(redo=_redo(connection, lane, allowed, limit), fresh=tuple(_row(row) for row in fresh))
-
-
-def _redo(connection: Connection, lane: Lane, allowed: ColumnElement[bool], limit: int) -> tuple[Row, ...]:
-    due = and_(_is(Status.RETRYING), outbox.c.available_at <= from_now())
-    keys = {
-        Key(row.tenant, row.key)
-        for row in connection.execute(select(outbox.c.tenant, outbox.c.key).where(allowed, due).limit(limit))
-    }
-    if not keys:
-        return ()
-    rows = connection.execute(
-        select(*_ROW, due.label("due"), outbox.c.status)
-        .where(allowed, or_(*map(_has_key, keys)), _is_waiting(lane))
-        .order_by(outbox.c.id)
-        .limit(limit)
-    )
-    found: list[Row] = []
-    stopped: set[Key] = set()
-    for row in rows:
-        key = Key(row.tenant, row.key)
-        if key in stopped:
-            continue
-        if row.due or row.status == Status.PARKED:
-            found.append(_row(row))
-        else:
-            stopped.add(key)
-    return tuple(found)
-
-
-def _announce(connection: Connection, lane: Lane, batch: Batch) -> Lane:
-    numbers = list(range(lane.next_number, lane.next_number + len(batch.items)))
-    announced = None
-    if batch.items:
-        fingerprint = digest(zip(numbers, batch.items, strict=True))
-        announced = Announcement(lane.next_number, len(batch.items), fingerprint, batch.details)
-    following = replace(
-        lane, batch=lane.batch + 1, next_number=lane.next_number + len(batch.items), announced=announced, tries=0
-    )
-    _fenced(
-        connection,
-        lane,
-        batch=following.batch,
-        next_number=following.next_number,
-        announced=_stored(announced),
-        tries=0,
-    )
-    if lane.announced is not None:
-        _mark_sent(connection, lane)
-    _fail(connection, lane, batch.failures)
-    _park(connection, lane, batch.parked)
-    if batch.items:
-        _mark_sending(connection, following, batch.items, numbers)
-    return _after(connection, following, touched=bool(batch.failures or batch.parked))
-
-
-def _amend(connection: Connection, lane: Lane, failures: Sequence[Failure], parked: Sequence[int]) -> Lane:
-    if lane.announced is None:
-        raise StoreError("there is no announced batch to amend")
-    _fenced(connection, lane, tries=lane.tries)
-    _fail(connection, lane, failures)
-    _park(connection, lane, parked)
-    left = [(row.number, row.id) for row in connection.execute(_items(lane, outbox.c.number, outbox.c.id))]
-    announced = replace(lane.announced, count=len(left), digest=digest(left))
-    _fenced(connection, lane, announced=_stored(announced))
-    return _after(connection, replace(lane, announced=announced), touched=True)
-
-
-def _settle(connection: Connection, lane: Lane) -> Lane:
-    _fenced(connection, lane, announced=None, tries=0)
-    _mark_sent(connection, lane)
-    return _after(connection, replace(lane, announced=None, tries=0), touched=False)
+def _redo(connection: Connection, lane: Lane, reads: turn.Reads, parameters: dict[str, Any]) -> list[Row]:
+    """The rows that are due and first of their keys, filled up with those behind them."""
+    found = [_row(values) for values in connection.execute(reads.heads, parameters).all()]
+    room, size = parameters["limit"] - len(found), sum(len(row.body) for row in found)
+    for head in sorted(found, key=attrgetter("id"))[:_KEYS_WITH_FOLLOWERS]:
+        if room <= 0:
+            break
+        behind = {**_place(lane), "tenant": head.tenant, "key": head.key, "after": head.id}
+        left = parameters["max_bytes"] - size
+        rows = connection.execute(reads.followers, {**behind, "limit": room, "max_bytes": left}).all()
+        for values in sorted(rows, key=itemgetter(0)):
+            *_, status, due = values
+            row = _row(values)
+            if not (due or status == Status.PARKED) or size + len(row.body) > parameters["max_bytes"]:
+                break
+            found.append(row)
+            room, size = room - 1, size + len(row.body)
+    return found
 
 
 def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     if lane.announced is None:
         return []
-    found = [(row.number, _row(row)) for row in connection.execute(_items(lane, outbox.c.number, *_ROW))]
+    pairs = _pairs(lane)
+    rows = connection.execute(turn.items(connection.dialect.name), {**_place(lane), **_arrays(pairs)}).all()
+    numbers = dict(pairs)
+    found = sorted(((numbers[values[0]], _row(values)) for values in rows), key=itemgetter(0))
     if len(found) != lane.announced.count or digest((number, row.id) for number, row in found) != lane.announced.digest:
         raise BatchMismatchError(
-            f"batch {lane.batch} of lane {lane.route.name}/{lane.shard} had {lane.announced.count} rows "
+            f"batch {lane.batch} of lane {lane} had {lane.announced.count} rows "
             f"when it was announced and has {len(found)} now, or others: somebody changed them by hand"
         )
     return found
 
 
-def _after(connection: Connection, lane: Lane, *, touched: bool) -> Lane:
-    """What is true of the lane once its rows have changed: who is first among the waiting, and which keys wait."""
-    if not (touched or lane.waiting):
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _announce(connection: Connection, lane: Lane, batch: Batch) -> Lane:
+    first, items = lane.next_number, tuple(batch.items)
+    announced = None
+    if items:
+        announced = Announcement(first, len(items), digest(enumerate(items, start=first)), items, batch.details)
+    following = replace(lane, batch=lane.batch + 1, next_number=first + len(items), announced=announced, tries=0)
+    if _is_postgres(connection) and not (lane.waiting or batch.failures or batch.parked or batch.requests):
+        _announce_at_once(connection, lane, following)
+        return following
+    values = stored(announced)
+    fenced(connection, lane, batch=following.batch, next_number=following.next_number, tries=0, **values)
+    redone = _redone(connection, lane)
+    failed = _fail(connection, lane, batch.failures)
+    parked = _park(connection, lane, batch.parked)
+    asked = _carry_out(connection, lane, batch.requests, {*_sending(lane), *items})
+    following = _after(connection, following, [*failed, *parked, *asked], gone=redone)
+    _mark_sent(connection, lane, redone)
+    return following
+
+
+def _announce_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
+    """The common case on PostgreSQL, in one round trip."""
+    parameters = {
+        **_place(lane),
+        **stored(following.announced),
+        "epoch": lane.epoch,
+        "token": str(lane.token),
+        "next_batch": following.batch,
+        "next_number": following.next_number,
+    }
+    pairs = _pairs(lane)
+    if pairs:
+        owned = connection.execute(turn.SETTLE_AND_ANNOUNCE, {**parameters, **_arrays(pairs)}).first()
+    else:
+        owned = connection.execute(turn.ANNOUNCE, parameters).first()
+    if owned is None:
+        raise lease_lost(lane)
+
+
+def _amend(
+    connection: Connection,
+    lane: Lane,
+    failures: Sequence[Failure],
+    parked: Sequence[int],
+    attempts: Mapping[int, int],
+) -> Lane:
+    fenced(connection, lane, tries=lane.tries)
+    for row, count in attempts.items():
+        _count_attempts(connection, lane, row, count)
+    touched = [*_fail(connection, lane, failures), *_park(connection, lane, parked)]
+    if lane.announced is None or not touched:
         return lane
-    first = select(func.min(outbox.c.id)).where(_of(lane), _is_waiting(lane)).group_by(outbox.c.tenant, outbox.c.key)
-    promoted = connection.scalars(
-        select(outbox.c.id).where(_of(lane), _is(Status.PARKED), outbox.c.id.in_(first))
-    ).all()
+    taken_out = {*touched}
+    items = tuple(0 if row in taken_out else row for row in lane.announced.items)
+    left = [(number, row) for number, row in enumerate(items, start=lane.announced.first_number) if row]
+    announced = replace(lane.announced, count=len(left), digest=digest(left), items=items)
+    fenced(connection, lane, **stored(announced))
+    return _after(connection, replace(lane, announced=announced), touched)
+
+
+def _settle(connection: Connection, lane: Lane) -> Lane:
+    settled = replace(lane, announced=None, tries=0)
+    fenced(connection, lane, tries=0, **stored(None))
+    redone = _redone(connection, lane)
+    settled = _after(connection, settled, [], gone=redone)
+    _mark_sent(connection, lane, redone)
+    return settled
+
+
+def _after(connection: Connection, lane: Lane, touched: Sequence[int], *, gone: Sequence[Any] = ()) -> Lane:
+    """What is true of the lane once these rows have changed and those that are gone are sent: who is first of their
+    keys, and which keys wait.
+    """
+    keys_gone = {(tenant, key): row for row, _, tenant, key in gone}  # one row of each is enough
+    ids = [*touched, *keys_gone.values()]
+    if not ids:
+        return lane
+    waiting = set(lane.waiting)
+    promoted: list[int] = []
+    firsts = turn.firsts(connection.dialect.name, gone=bool(gone))
+    parameters = {**_place(lane), "ids": ids, "gone": [row for row, *_ in gone]}
+    for tenant, key, first, is_parked in connection.execute(firsts, parameters):
+        if first is None:
+            waiting.discard(Key(tenant, key))
+            continue
+        waiting.add(Key(tenant, key))
+        if is_parked:
+            promoted.append(first)
     if promoted:
-        connection.execute(
-            update(outbox)
-            .where(_of(lane), _is(Status.PARKED), outbox.c.id.in_(promoted))
-            .values(status=Status.RETRYING, available_at=from_now())
-        )
-    return replace(lane, waiting=_waiting_keys(connection, lane))
+        _change(connection, lane, promoted, (Status.PARKED,), status=Status.RETRYING, available_at=from_now())
+    return replace(lane, waiting=frozenset(waiting))
 
 
-def _fail(connection: Connection, lane: Lane, failures: Sequence[Failure]) -> None:
+def _redone(connection: Connection, lane: Lane) -> Sequence[Any]:
+    """The rows of the batch that waited before they were sent. While any are on their way, their keys wait."""
+    if not lane.waiting or not (sending := _sending(lane)):
+        return ()
+    return connection.execute(turn.waited(connection.dialect.name), {**_place(lane), "ids": sending}).all()
+
+
+def _change(connection: Connection, lane: Lane, rows: Sequence[int], statuses: Iterable[Status], **values: Any) -> int:
+    """Change those of the rows that have one of these statuses; how many they were.
+
+    Status by status: without statistics, a list of them is planned as a walk through the whole lane. One that the rows
+    get must be the first, or they would be counted twice.
+    """
+    changed = 0
+    named = and_(outbox.c.id.between(min(rows), max(rows)), turn.among(outbox.c.id, _is_postgres(connection), rows))
+    for status in statuses:
+        if changed < len(rows):
+            having = and_(_of(lane), is_(status), named)
+            changed += connection.execute(turn.BY_ID.where(having).values(values)).rowcount
+    return changed
+
+
+def _fail(connection: Connection, lane: Lane, failures: Sequence[Failure]) -> list[int]:
     for failure in failures:
         dead = failure.retry_after is None
-        _expect(
-            connection.execute(
-                update(outbox)
-                .where(_of(lane), _is(*_OPEN), outbox.c.id == failure.row)
-                .values(
-                    status=Status.FAILED if dead else Status.RETRYING,
-                    attempts=failure.attempts,
-                    available_at=None if dead else from_now(failure.retry_after or 0.0),
-                    last_error=func.coalesce(failure.error, outbox.c.last_error),
-                    batch=None,
-                    number=None,
-                )
-            ).rowcount,
-            1,
+        changed = _change(
+            connection,
+            lane,
+            [failure.row],
+            (*_OPEN, Status.FAILED),
+            status=Status.FAILED if dead else Status.RETRYING,
+            attempts=failure.attempts,
+            available_at=None if dead else from_now(failure.retry_after or 0.0),
+            last_error=func.coalesce(failure.error, outbox.c.last_error),
         )
+        _expect(changed, 1)
+    return [failure.row for failure in failures]
 
 
-def _park(connection: Connection, lane: Lane, rows: Sequence[int]) -> None:
+def _count_attempts(connection: Connection, lane: Lane, row: int, attempts: int) -> None:
+    if lane.announced is None or row not in lane.announced.items:
+        raise StoreError(f"row {row} is not in the announced batch of lane {lane}")
+    _expect(_change(connection, lane, [row], _OPEN, attempts=attempts), 1)
+
+
+def _park(connection: Connection, lane: Lane, rows: Sequence[int]) -> Sequence[int]:
     if rows:
-        changed = connection.execute(
-            update(outbox)
-            .where(_of(lane), _is(*_OPEN), outbox.c.id.in_(rows))
-            .values(status=Status.PARKED, available_at=None, batch=None, number=None)
-        )
-        _expect(changed.rowcount, len(rows))
+        statuses = (Status.PARKED, Status.PENDING, Status.RETRYING)
+        _expect(_change(connection, lane, rows, statuses, status=Status.PARKED, available_at=None), len(rows))
+    return rows
 
 
-def _mark_sending(connection: Connection, lane: Lane, items: Sequence[int], numbers: Sequence[int]) -> None:
-    parameters: dict[str, Any] = {"route": lane.route.id, "shard": lane.shard, "batch": lane.batch}
-    if connection.dialect.name == "postgresql":
-        changed = connection.execute(_SENDING_POSTGRES, {**parameters, "ids": list(items), "numbers": list(numbers)})
-    else:
-        pairs = json.dumps([{"id": row, "number": number} for row, number in zip(items, numbers, strict=True)])
-        statement = _SENDING_SQLITE if connection.dialect.name == "sqlite" else _SENDING_MYSQL
-        changed = connection.execute(statement, {**parameters, "pairs": pairs})
-    _expect(changed.rowcount, len(items))
+def _mark_sent(connection: Connection, lane: Lane, redone: Sequence[Any]) -> None:
+    pairs = _pairs(lane)
+    if not pairs:
+        return
+    if not _is_postgres(connection):
+        parameters = {**_place(lane), "pairs": msgspec.json.encode(pairs).decode()}
+        connection.execute(turn.SENT[connection.dialect.name], parameters)
+        return
+    waited = {row: status for row, status, *_ in redone}
+    for status, statement in turn.SENT_FROM.items():
+        if part := [pair for pair in pairs if waited.get(pair[0], Status.PENDING) == status]:
+            connection.execute(statement, {**_place(lane), **_arrays(part)})
 
 
-def _mark_sent(connection: Connection, lane: Lane) -> None:
+def _sending(lane: Lane) -> list[int]:
+    """The rows that are on their way."""
+    return [] if lane.announced is None else [row for row in lane.announced.items if row]
+
+
+def _pairs(lane: Lane) -> list[tuple[int, int]]:
+    """Row ids and numbers of the announced batch, by row id."""
+    if lane.announced is None:
+        return []
+    return sorted((row, number) for number, row in enumerate(lane.announced.items, lane.announced.first_number) if row)
+
+
+def _arrays(pairs: list[tuple[int, int]]) -> dict[str, Any]:
+    if not pairs:
+        return {"ids": [], "numbers": [], "low": 0, "high": 0}
+    ids, numbers = ([*column] for column in zip(*pairs, strict=True))
+    return {"ids": ids, "numbers": numbers, "low": ids[0], "high": ids[-1]}
+
+
+# -- what people ask for -----------------------------------------------------------------------------------------------
+
+
+def _carry_out(connection: Connection, lane: Lane, ids: Sequence[int], sending: Collection[int]) -> list[int]:
+    """Do what was asked, in that order; the rows that it is about come back. A row that is being sent keeps its
+    request.
+    """
+    if not ids:
+        return []
+    wanted = select(requests).where(turn.ASKED, requests.c.id.in_(ids)).order_by(requests.c.id)
+    asked = [request for request in connection.execute(wanted, _place(lane)) if request.row_id not in sending]
+    for action, run in groupby(asked, key=attrgetter("action")):
+        if action == "edit":
+            for request in run:
+                _edit(connection, lane, request)
+        elif action in _ACTIONS:
+            statuses, values = _ACTIONS[action]
+            _change(connection, lane, sorted({request.row_id for request in run}), statuses, **values)
+    if asked:
+        connection.execute(delete(requests).where(requests.c.id.in_([request.id for request in asked])))
+    return [request.row_id for request in asked]
+
+
+_DUE_NOW = {"status": Status.RETRYING, "available_at": from_now(), "attempts": 0}
+_ACTIONS: dict[str, tuple[tuple[Status, ...], dict[str, Any]]] = {
+    "redrive": ((Status.RETRYING, Status.FAILED), _DUE_NOW),
+    "discard": (
+        (Status.PENDING, Status.RETRYING, Status.PARKED, Status.FAILED),
+        {"status": Status.DISCARDED, "available_at": None},
+    ),
+}
+
+
+def _edit(connection: Connection, lane: Lane, request: Any) -> None:
+    here = and_(_of(lane), is_(Status.FAILED, Status.RETRYING), outbox.c.id == request.row_id)
+    row = connection.execute(
+        select(outbox.c.event_id, outbox.c.schema_version, outbox.c.headers, outbox.c.body).where(here)
+    ).first()
+    if row is None or request.event_id is None or request.body is None:
+        return
+    if _is_taken(connection, lane, request.event_id, row.schema_version):
+        return
+    before = row.headers if isinstance(row.headers, dict) else _HEADERS.decode(row.headers)
+    headers = {**before, "event_id": str(request.event_id), "original_event_id": str(row.event_id)}
     connection.execute(
-        update(outbox)
-        .where(_of(lane), _is(Status.SENDING), outbox.c.batch == lane.batch)
-        .values(status=Status.SENT, sent_at=from_now(), available_at=None)
+        turn.BY_ID.where(here).values(
+            event_id=request.event_id, body=request.body, headers=msgspec.json.encode(headers).decode(), **_DUE_NOW
+        )
     )
 
 
-# The number of an item is its place in the send order, so ids and numbers go in as pairs.
-_SENDING_POSTGRES = text("""
-    UPDATE pillarbox_outbox o SET status = 'SENDING', batch = :batch, number = t.number
-    FROM unnest(CAST(:ids AS bigint[]), CAST(:numbers AS bigint[])) AS t(id, number)
-    WHERE o.id = t.id AND o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
-""")
-_SENDING_MYSQL = text("""
-    UPDATE pillarbox_outbox o
-    JOIN JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$.id', number BIGINT PATH '$.number')) t ON o.id = t.id
-    SET o.status = 'SENDING', o.batch = :batch, o.number = t.number
-    WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
-""")
-_SENDING_SQLITE = text("""
-    UPDATE pillarbox_outbox SET status = 'SENDING', batch = :batch, number = json_extract(t.value, '$.number')
-    FROM json_each(:pairs) AS t
-    WHERE pillarbox_outbox.id = json_extract(t.value, '$.id')
-      AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')
-""")
+def _is_taken(connection: Connection, lane: Lane, event_id: UUID, schema_version: int) -> bool:
+    """Whether the route has that event already, this very edit perhaps: asked twice, it is done once."""
+    same = and_(
+        outbox.c.event_id == event_id, outbox.c.route == lane.route.id, outbox.c.schema_version == schema_version
+    )
+    return connection.execute(select(outbox.c.id).where(same)).first() is not None
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------
 
+_HEADERS = msgspec.json.Decoder(dict[str, str])
+
+
+def _place(lane: Lane) -> dict[str, Any]:
+    """The lane and its batch, for statements that are built once."""
+    return {
+        "lane_route": lane.route.id,
+        "lane_shard": lane.shard,
+        "lane_batch": lane.batch,
+        "parks": int(lane.route.on_failure is FailurePolicy.PARK),
+    }
+
 
 def _of(lane: Lane) -> ColumnElement[bool]:
-    return and_(outbox.c.route == lane.route.id, outbox.c.shard == lane.shard)
+    return and_(outbox.c.route == lane.route.id, outbox.c.shard == lane.shard, turn.UNSENT)
 
 
-def _is(*statuses: Status) -> ColumnElement[bool]:
-    """The status as a constant: only then does the planner see that the lane's partial index holds all such rows."""
-    return outbox.c.status.in_([literal_column(f"'{status}'") for status in statuses])
+def _is_postgres(connection: Connection) -> bool:
+    return connection.dialect.name == "postgresql"
 
 
-def _has_key(key: Key) -> ColumnElement[bool]:
-    return and_(
-        outbox.c.key == key.key, outbox.c.tenant.is_(None) if key.tenant is None else outbox.c.tenant == key.tenant
-    )
-
-
-def _is_waiting(lane: Lane) -> ColumnElement[bool]:
-    """Rows that later rows of their key must not overtake."""
-    blocking = [
-        Status.RETRYING,
-        Status.PARKED,
-        *([Status.FAILED] if lane.route.on_failure is FailurePolicy.PARK else []),
-    ]
-    return _is(*blocking)
-
-
-def _waiting_keys(connection: Connection, lane: Lane) -> frozenset[Key]:
-    found = connection.execute(select(outbox.c.tenant, outbox.c.key).where(_of(lane), _is_waiting(lane)).distinct())
-    return frozenset(Key(row.tenant, row.key) for row in found)
-
-
-def _items(lane: Lane, *columns: Any) -> Any:
-    return (
-        select(*columns).where(_of(lane), _is(Status.SENDING), outbox.c.batch == lane.batch).order_by(outbox.c.number)
-    )
+def _by_id(rows: Iterable[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(rows, key=attrgetter("id")))
 
 
 def _expect(changed: int, wanted: int) -> None:
@@ -410,23 +416,16 @@ def _expect(changed: int, wanted: int) -> None:
         )
 
 
-def _row(row: Any) -> Row:
-    headers = row.headers if isinstance(row.headers, dict) else msgspec.json.decode(row.headers)
-    return Row(row.id, row.event_id, row.topic, row.key, row.tenant, headers, bytes(row.body), row.attempts)
-
-
-def _announcement(stored: str | None) -> Announcement | None:
-    return None if stored is None else Announcement(**json.loads(stored))
-
-
-def _stored(announced: Announcement | None) -> str | None:
-    if announced is None:
-        return None
-    return json.dumps(
-        {
-            "first_number": announced.first_number,
-            "count": announced.count,
-            "digest": announced.digest,
-            "details": dict(announced.details),
-        }
+def _row(values: Sequence[Any]) -> Row:
+    """A row from what the driver gives, whatever comes behind it."""
+    row_id, event_id, topic, key, tenant, headers, body, attempts = values[:8]
+    return Row(
+        row_id,
+        event_id if isinstance(event_id, UUID) else UUID(event_id),
+        topic,
+        key.decode() if isinstance(key, bytes) else key,
+        tenant.decode() if isinstance(tenant, bytes) else tenant,
+        _HEADERS.decode(headers),
+        body,
+        attempts,
     )

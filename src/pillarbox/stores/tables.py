@@ -76,6 +76,8 @@ lanes = Table(
     Column("tries", Integer, nullable=False, server_default="0"),
     Column("paused", Boolean, nullable=False, server_default=text("false")),
     Column("rate", Double),
+    Column("announced_low", BigInteger),
+    Column("announced_high", BigInteger),
     Column("trouble", LongText),
     Column("trouble_until", Utc),
 )
@@ -87,6 +89,7 @@ relays = Table(
     Column("started_at", Utc, nullable=False, server_default=now()),
     Column("expires_at", Utc, nullable=False),
     Column("serves", LongText, nullable=False),
+    Column("shards", LongText),
 )
 
 tenants = Table(

@@ -1,23 +1,244 @@
-"""A broker in memory, for tests and first steps."""
+"""A broker in memory, for tests and first steps: what was sent can be read, and faults can be asked for.
+
+It keeps the rules of a real one: per key the order of arrival, groups that keep their place, messages that come again
+until they are acknowledged. It lives on one event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
-from ..transport import Capabilities, Message
+from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
+
+_Found = TypeVar("_Found")
 
 
 class MemoryTransport:
-    """Keeps what was sent to it, per topic, in the order of arrival."""
+    """A `Publisher` and a `Subscriber`. Give it the `Capabilities` of the broker that it stands for: with
+    ``numbered=True`` it deduplicates.
+    """
 
     def __init__(self, capabilities: Capabilities | None = None) -> None:
         self._capabilities = capabilities or Capabilities()
         self._topics: defaultdict[str, list[Message]] = defaultdict(list)
+        self._highest: dict[tuple[str, str], int] = {}
+        self._groups: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
+        self._refusals: list[tuple[Callable[[Message], bool], str]] = []
+        self._answers_to_lose = 0
+        self._away = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    # -- for tests -----------------------------------------------------------------------------------------------------
+
+    def sent(self, topic: str) -> list[Message]:
+        """All messages of a topic so far, in the order of arrival."""
+        return list(self._topics.get(topic, ()))
+
+    async def received(self, topic: str, count: int = 1) -> list[Message]:
+        """Wait until the topic holds that many messages; all of them come back."""
+        return await self._until(lambda: found if len(found := self.sent(topic)) >= count else None)
+
+    def redeliver(self, topic: str, *indexes: int) -> None:
+        """Deliver stored messages once more to every group, as any broker may: those at these indexes, or all."""
+        messages = self.sent(topic)
+        self._deliver(topic, [messages[index] for index in indexes] if indexes else messages)
+        self._wake()
+
+    def reject(self, which: Callable[[Message], bool], *, reason: str = "rejected by the test") -> None:
+        """Reject the messages that ``which`` picks, until `stop_rejecting`."""
+        self._refusals.append((which, reason))
+
+    def stop_rejecting(self) -> None:
+        """Take everything again."""
+        self._refusals.clear()
+
+    def go_away(self) -> None:
+        """Be unavailable. What was received and not acknowledged is delivered again after `come_back`."""
+        self._away = True
+        for groups in self._groups.values():
+            _take_back(groups.values())
+
+    def come_back(self) -> None:
+        """Be available again, with everything that was stored before."""
+        self._away = False
+        self._wake()
+
+    def lose_answers(self, count: int = 1) -> None:
+        """Store what the next requests bring, and let the answers to them be lost."""
+        self._answers_to_lose += count
+
+    # -- publisher -----------------------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def sent(self, topic: str) -> list[Message]:
-        """All messages of a topic so far."""
-        return list(self._topics[topic])
+    def preflight(self, message: Message) -> str | None:
+        limits = self._capabilities
+        if len(message.body) > limits.max_body_bytes:
+            return f"the body has {len(message.body):,} bytes, and {limits.max_body_bytes:,} are allowed"
+        size = sum(len(name.encode()) + len(value.encode()) for name, value in message.headers.items())
+        if size > limits.max_header_bytes:
+            return f"the headers have {size:,} bytes, and {limits.max_header_bytes:,} are allowed"
+        return None
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+        self._check()
+        numbered = topics if self._capabilities.numbered else ()
+        return {topic: self._highest.get((producer, topic), -1) for topic in numbered}
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        if self._away:
+            return Outcome((), unfinished=Verdict.UNAVAILABLE, reason="the broker is away")
+        outcome = self._store(producer, messages)
+        self._wake()
+        lost = self._answers_to_lose > 0
+        self._answers_to_lose -= lost
+        await asyncio.sleep(0)  # the answer is on its way: others have their turn, and the caller may be cancelled
+        return Outcome((), unfinished=Verdict.UNKNOWN, reason="the answer was lost") if lost else outcome
+
+    async def close(self, producer: str | None = None) -> None:
+        """There is nothing to let go of."""
+
+    def _store(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        accepted, duplicates, rejected = list[int](), list[int](), dict[str, Rejection]()
+        for index, message in enumerate(messages):
+            if message.key in rejected:
+                continue
+            if reason := self._refusal(message):
+                rejected[message.key] = Rejection(index, reason)
+                continue
+            accepted.append(index)
+            if self._capabilities.numbered and message.number <= self._highest.get((producer, message.topic), -1):
+                duplicates.append(index)
+                continue
+            self._highest[producer, message.topic] = message.number
+            self._topics[message.topic].append(message)
+            self._deliver(message.topic, [message])
+        return Outcome(accepted, tuple(rejected.values()), duplicates)
+
+    def _refusal(self, message: Message) -> str | None:
+        return self.preflight(message) or next((reason for which, reason in self._refusals if which(message)), None)
+
+    # -- subscriber ----------------------------------------------------------------------------------------------------
+
+    async def subscribe(self, topics: Sequence[str], group: str) -> MemorySubscription:
+        """Join a group. A new one begins with the first message of each topic."""
+        self._check()
+        for topic in topics:
+            if group not in self._groups[topic]:
+                self._groups[topic][group] = dict.fromkeys(map(_Copy, self.sent(topic)))
+        return MemorySubscription(self, [self._groups[topic][group] for topic in topics])
+
+    def _deliver(self, topic: str, messages: Sequence[Message]) -> None:
+        for copies in self._groups[topic].values():
+            copies.update(dict.fromkeys(map(_Copy, messages)))
+
+    def _check(self) -> None:
+        if self._away:
+            raise ConnectionError("the broker is away")
+
+    async def _until(self, look: Callable[[], _Found | None]) -> _Found:
+        """What ``look`` finds, as soon as it finds something: it looks again after every change."""
+        while not (found := look()):
+            change = asyncio.get_running_loop().create_future()
+            self._waiting.append(change)
+            try:
+                await change
+            finally:
+                self._waiting.remove(change)
+        return found
+
+    def _wake(self) -> None:
+        for change in self._waiting:
+            if not change.done():
+                change.set_result(None)
+
+
+class MemorySubscription:
+    """A member of a group. While it holds messages of a key, no other member gets later ones."""
+
+    def __init__(self, broker: MemoryTransport, topics: Sequence[_Open]) -> None:
+        self._broker = broker
+        self._topics = topics
+        self._closed = False
+
+    async def receive(self, limit: int) -> Sequence[Received]:
+        return await self._broker._until(lambda: self._take(limit))
+
+    async def ack(self, received: Sequence[Received]) -> None:
+        self._check()
+        for each in received:
+            for copies in self._topics:
+                copies.pop(each.handle, None)
+        self._broker._wake()
+
+    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:
+        self._check()
+        for copy in [each.handle for each in received if each.handle.holder is self]:
+            copy.holder, copy.resting = None, True
+            asyncio.get_running_loop().call_later(delay, self._offer, copy)
+
+    async def close(self) -> None:
+        self._closed = True
+        _take_back(self._topics, self)
+        self._broker._wake()
+
+    def _take(self, limit: int) -> list[Received]:
+        if self._broker._away and not self._closed:
+            return []
+        self._check()
+        taken: list[Received] = []
+        for copies in self._topics:
+            taken += [copy.give(self) for copy in islice(_free(copies, self), limit - len(taken))]
+        return taken
+
+    def _check(self) -> None:
+        self._broker._check()
+        if self._closed:
+            raise ConnectionError("the subscription is closed")
+
+    def _offer(self, copy: _Copy) -> None:
+        copy.resting = False
+        self._broker._wake()
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A message on its way to one group."""
+
+    message: Message
+    attempts: int = 0
+    holder: MemorySubscription | None = None
+    resting: bool = False
+
+    def give(self, holder: MemorySubscription) -> Received:
+        self.holder = holder
+        self.attempts += 1
+        return Received(self.message, self.attempts, self)
+
+
+_Open = dict[_Copy, None]
+"""What a group has not yet acknowledged of a topic, in order."""
+
+
+def _free(copies: _Open, member: MemorySubscription) -> Iterator[_Copy]:
+    """What this member may have: nothing behind a message of the same key that rests or that another member holds."""
+    stopped: set[str] = set()
+    for copy in copies:
+        if copy.resting or copy.holder not in (None, member):
+            stopped.add(copy.message.key)
+        elif copy.holder is None and copy.message.key not in stopped:
+            yield copy
+
+
+def _take_back(topics: Collection[_Open], member: MemorySubscription | None = None) -> None:
+    for copies in topics:
+        for copy in copies:
+            if member is None or copy.holder is member:
+                copy.holder = None

@@ -89,7 +89,7 @@ def upgrade(op: Operations) -> None:
         sqlite_where=sa.text("status <> 'SENT'"),
     )
     _install(op)
-    for statement in _VIEWS["mysql" if op.get_context().dialect.name == "mariadb" else op.get_context().dialect.name]:
+    for statement in VIEWS["mysql" if op.get_context().dialect.name == "mariadb" else op.get_context().dialect.name]:
         op.execute(sa.text(statement.replace(":", r"\:")))
 
 
@@ -153,7 +153,7 @@ def _view(header: str, key: str, tenant: str, payload: str, quoted_key: str = "k
 
 
 # A body that is no JSON, whatever its content type says, is shown as null: it must never fail the view.
-_VIEWS: dict[str, tuple[str, ...]] = {
+VIEWS: dict[str, tuple[str, ...]] = {
     "postgresql": (
         """
 CREATE FUNCTION pillarbox_json_text(body bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$

@@ -1,4 +1,4 @@
-"""What every `OutboxStore` must do, one test per promise.
+"""What every `LaneStore` and `OutboxStore` must do, one test per promise.
 
 Bind it by a subclass with a ``world`` fixture::
 
@@ -11,26 +11,47 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from uuid import uuid4
+from typing import Protocol
+from uuid import UUID, uuid4
 
 import pytest
 from msgspec.structs import replace
 
 from ... import clock
 from ...errors import BatchMismatchError, DuplicateEventError, LeaseLostError, StoreError
-from ...outbox import Batch, Delivery, Failure, FailurePolicy, Key, Lane, OutboxStore, RouteRecord, Row, Status
+from ...outbox import (
+    Batch,
+    Delivery,
+    Failure,
+    FailurePolicy,
+    Key,
+    Lane,
+    LaneName,
+    LaneStore,
+    OutboxStore,
+    Page,
+    RouteRecord,
+    Row,
+    Status,
+    Trouble,
+)
 
 ROUTE = RouteRecord("broker:orders", "broker", "orders")
 SKIPPING = RouteRecord("broker:audit", "broker", "audit", on_failure=FailurePolicy.SKIP)
 LEASE = 30.0
 
 
-class World(ABC):
-    """A store and the means to fill it and to look into it."""
+class Store(LaneStore, OutboxStore, Protocol):
+    """All that a relay needs."""
 
-    store: OutboxStore
+
+class World(ABC):
+    """A store and the means to fill it, to look into it, and to tell it what people want."""
+
+    store: Store
 
     @abstractmethod
     async def register(self, *records: RouteRecord) -> int:
@@ -48,6 +69,26 @@ class World(ABC):
     async def tamper(self, row: int) -> None:
         """Take a row out of its announced batch behind the store's back."""
 
+    @abstractmethod
+    async def request(self, row: int, action: str, *, body: bytes | None = None, event_id: UUID | None = None) -> int:
+        """Ask for a redrive, a discard or an edit; the id of the request."""
+
+    @abstractmethod
+    async def pause_lane(self, name: LaneName, paused: bool = True) -> None:
+        """Stop a lane, or let it go on."""
+
+    @abstractmethod
+    async def pause_tenant(self, tenant: str, paused: bool = True) -> None:
+        """Stop a tenant, or let it go on."""
+
+    @abstractmethod
+    async def set_rate(self, rate: float | None, *, lane: LaneName | None = None, tenant: str | None = None) -> None:
+        """Hold a lane or a tenant to a rate."""
+
+    @abstractmethod
+    async def trouble(self, name: LaneName) -> str | None:
+        """What people see about a lane that is in trouble."""
+
 
 def delivery(
     key: str = "k", *, route: RouteRecord = ROUTE, tenant: str | None = "acme", body: bytes = b"{}", shard: int = 0
@@ -64,7 +105,7 @@ def delivery(
 
 
 class OutboxStoreContract:
-    """The promises of `OutboxStore` and `Appends`."""
+    """The promises of `LaneStore`, `OutboxStore` and `Appends`."""
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -101,7 +142,7 @@ class OutboxStoreContract:
         shards = await world.register(ROUTE)
         assert await world.register(ROUTE) == shards
         await world.register(replace(ROUTE, on_failure=FailurePolicy.SKIP))
-        lanes = await world.store.take("r1", lease=LEASE, limit=1000, destinations=["broker"])
+        lanes = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1000})
         assert [lane.shard for lane in lanes] == list(range(shards))
         assert {lane.route.on_failure for lane in lanes} == {FailurePolicy.SKIP}
 
@@ -109,17 +150,28 @@ class OutboxStoreContract:
 
     async def test_take_gives_a_lane_to_one_relay_only(self, world: World) -> None:
         shards = await world.register(ROUTE)
-        takers = [world.store.take(f"r{index}", lease=LEASE, limit=3, destinations=["broker"]) for index in range(4)]
+        takers = [world.store.take(f"r{index}", lease=LEASE, wanted={ROUTE.id: 3}) for index in range(4)]
         taken = [lane.shard for lanes in await asyncio.gather(*takers) for lane in lanes]
         assert len(taken) == len(set(taken)) <= shards
 
-    async def test_take_serves_only_the_destinations_that_were_asked_for(self, world: World) -> None:
-        await world.register(ROUTE)
-        assert await world.store.take("r1", lease=LEASE, limit=100, destinations=["other"]) == []
+    async def test_take_gives_of_each_route_no_more_than_was_wanted(self, world: World) -> None:
+        await world.register(ROUTE, SKIPPING)
+        assert await world.store.take("r1", lease=LEASE, wanted={}) == []
+        taken = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 2, SKIPPING.id: 1, 12345: 3})
+        assert Counter(lane.route.id for lane in taken) == {ROUTE.id: 2, SKIPPING.id: 1}
 
-    async def test_take_respects_the_limit(self, world: World) -> None:
+    async def test_take_keeps_to_the_shards_that_were_asked_for(self, world: World) -> None:
         await world.register(ROUTE)
-        assert len(await world.store.take("r1", lease=LEASE, limit=2, destinations=["broker"])) == 2
+        taken = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1000}, shards=[1, 3])
+        assert [lane.shard for lane in taken] == [1, 3]
+
+    async def test_paused_lanes_are_not_given_out(self, world: World) -> None:
+        shards = await world.register(ROUTE)
+        await world.pause_lane(LaneName(ROUTE.id, 2))
+        taken = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1000})
+        assert [lane.shard for lane in taken] == [shard for shard in range(shards) if shard != 2]
+        await world.pause_lane(LaneName(ROUTE.id, 2), False)
+        assert [lane.shard for lane in await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1000})] == [2]
 
     async def test_h45_an_expired_lease_is_taken_over_with_a_higher_epoch_and_a_new_token(self, world: World) -> None:
         await world.register(ROUTE)
@@ -168,6 +220,168 @@ class OutboxStoreContract:
         assert (second.tries, third.tries) == (1, 2)
         assert (await world.store.settle(third)).tries == 0
 
+    async def test_a_released_lane_is_free_at_once_and_its_batch_does_not_count_against_anybody(
+        self, world: World
+    ) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        await world.store.release("r1", [lane])
+        [successor] = await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
+        assert (successor.name, successor.tries) == (lane.name, 0)
+        assert [row.id for _, row in await world.store.rebuild(successor)] == [rows[0].id]
+
+    async def test_whoever_has_released_a_lane_can_write_nothing_any_more(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        await world.store.release("r1", [lane])
+        with pytest.raises(LeaseLostError):
+            await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        assert await world.store.renew("r1", [lane], lease=LEASE, serves=[ROUTE.id]) == frozenset()
+        assert await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
+
+    async def test_a_lane_that_has_another_owner_is_not_released(self, world: World) -> None:
+        await world.register(ROUTE)
+        old = await self.lane(world, lease=0.05)
+        new = await self.lane(world, "r2")
+        await world.store.release("r1", [old])
+        assert new.name in await world.store.renew("r2", [new], lease=LEASE, serves=[ROUTE.id])
+
+    async def test_renewing_extends_a_lease_even_if_it_had_expired(self, world: World) -> None:
+        await world.register(ROUTE)
+        lanes = await world.store.take("r1", lease=0.05, wanted={ROUTE.id: 1000})
+        await self.until_nothing_is_leased(world)
+        kept = await world.store.renew("r1", lanes, lease=LEASE, serves=[ROUTE.id])
+        assert kept == {lane.name for lane in lanes}
+        assert await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1000}) == []
+
+    async def test_a_lane_that_somebody_else_took_is_not_renewed(self, world: World) -> None:
+        await world.register(ROUTE)
+        lost, *_ = await world.store.take("r1", lease=0.05, wanted={ROUTE.id: 1})
+        await self.until_nothing_is_leased(world)
+        [new] = await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
+        [kept] = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1})
+        assert new.name == lost.name
+        assert await world.store.renew("r1", [lost, kept], lease=LEASE, serves=[]) == {kept.name}
+        assert await world.store.renew("r2", [new], lease=LEASE, serves=[]) == {new.name}
+
+    async def test_troubles_are_kept_while_there_are_any(self, world: World) -> None:
+        await world.register(ROUTE)
+        one, two = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 2})
+        troubles = {one.name: Trouble("no route to host", 5.0), two.name: Trouble("halted")}
+        await world.store.renew("r1", [one, two], lease=LEASE, serves=[], troubles=troubles)
+        assert [await world.trouble(lane.name) for lane in (one, two)] == ["no route to host", "halted"]
+        await world.store.renew("r1", [one, two], lease=LEASE, serves=[], troubles={two.name: Trouble("still halted")})
+        assert [await world.trouble(lane.name) for lane in (one, two)] == [None, "still halted"]
+        await world.store.release("r1", [two])
+        assert await world.trouble(two.name) is None
+
+    async def test_only_the_owner_says_what_troubles_a_lane(self, world: World) -> None:
+        await world.register(ROUTE)
+        old = await self.lane(world, lease=0.05)
+        await self.lane(world, "r2")
+        await world.store.renew("r1", [old], lease=LEASE, serves=[], troubles={old.name: Trouble("slow")})
+        assert await world.trouble(old.name) is None
+
+    # -- the census ----------------------------------------------------------------------------------------------------
+
+    async def test_the_census_knows_routes_and_lanes_and_what_people_have_stopped(self, world: World) -> None:
+        shards = await world.register(ROUTE, SKIPPING)
+        stopped, slow = LaneName(ROUTE.id, 1), LaneName(ROUTE.id, 2)
+        await world.pause_lane(stopped)
+        await world.pause_tenant("loud")
+        await world.pause_tenant("calm")
+        await world.pause_tenant("calm", False)
+        await world.set_rate(50.0, lane=slow)
+        await world.set_rate(5.0, tenant="greedy")
+        census = await world.store.census()
+        assert census.routes == {ROUTE.id: ROUTE, SKIPPING.id: SKIPPING}
+        assert census.lanes == {ROUTE.id: shards - 1, SKIPPING.id: shards}
+        assert census.paused == {stopped}
+        assert census.paused_tenants == {"loud"}
+        assert (census.lane_rates, census.tenant_rates) == ({slow: 50.0}, {"greedy": 5.0})
+        assert census.install
+        await world.set_rate(None, lane=slow)
+        await world.set_rate(None, tenant="greedy")
+        census = await world.store.census()
+        assert (census.lane_rates, census.tenant_rates) == ({}, {})
+
+    async def test_the_census_names_the_living_and_what_they_serve(self, world: World) -> None:
+        await world.register(ROUTE, SKIPPING)
+        await world.store.renew("r1", [], lease=LEASE, serves=[ROUTE.id])
+        await world.store.renew("r2", [], lease=LEASE, serves=[ROUTE.id, SKIPPING.id], shards=[1, 0])
+        census = await world.store.census()
+        assert census.relays == {"r1": {ROUTE.id}, "r2": {ROUTE.id, SKIPPING.id}}
+        assert census.shards == {"r2": {0, 1}}
+        await world.store.renew("r1", [], lease=LEASE, serves=[SKIPPING.id])
+        await world.store.release("r2", [], leaving=True)
+        census = await world.store.census()
+        assert census.relays == {"r1": {SKIPPING.id}}
+        assert census.shards == {}
+
+    async def test_a_relay_that_is_not_heard_of_leaves_the_census(self, world: World) -> None:
+        await world.store.renew("r1", [], lease=LEASE, serves=[])
+        await world.store.renew("r2", [], lease=0.05, serves=[])
+        async with asyncio.timeout(10):
+            while set((await world.store.census()).relays) != {"r1"}:
+                pass
+
+    async def test_the_census_knows_when_the_next_lease_ends(self, world: World) -> None:
+        await world.register(ROUTE)
+        assert (await world.store.census()).next_expiry is None
+        await world.store.take("r1", lease=2 * LEASE, wanted={ROUTE.id: 1})
+        await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
+        next_expiry = (await world.store.census()).next_expiry
+        assert next_expiry is not None
+        assert 0 < next_expiry <= LEASE
+
+    # -- what is to do -------------------------------------------------------------------------------------------------
+
+    async def test_ready_names_lanes_with_fresh_rows(self, world: World) -> None:
+        await world.register(ROUTE, SKIPPING)
+        assert await world.store.ready([ROUTE.id, SKIPPING.id]) == frozenset()
+        await world.append([delivery(shard=1), delivery(route=SKIPPING, shard=2)])
+        assert await world.store.ready([ROUTE.id, SKIPPING.id]) == {LaneName(ROUTE.id, 1), LaneName(SKIPPING.id, 2)}
+        assert await world.store.ready([SKIPPING.id]) == {LaneName(SKIPPING.id, 2)}
+        assert await world.store.ready([]) == frozenset()
+
+    async def test_ready_names_lanes_with_an_open_batch_until_it_is_settled(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        assert await world.store.ready([ROUTE.id]) == {lane.name}
+        await world.store.settle(lane)
+        assert await world.store.ready([ROUTE.id]) == frozenset()
+
+    async def test_ready_names_lanes_with_rows_that_are_due(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
+        assert await world.store.ready([ROUTE.id]) == frozenset()
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)]), settle=False)
+        await self.due(world, lane)
+        assert await world.store.ready([ROUTE.id]) == {lane.name}
+
+    async def test_ready_says_nothing_about_rows_behind_one_that_waits(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a")
+        failures = [Failure(rows[0].id, 1, "no", 600.0), Failure(rows[1].id, 0, None, -1.0)]
+        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        assert (await world.store.poll(lane, limit=10)).redo == ()
+        assert await world.store.ready([ROUTE.id]) == frozenset()
+
+    async def test_ready_names_lanes_with_requests_that_can_be_carried_out(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.store.settle(await world.store.amend(lane, [Failure(rows[0].id, 5, "no", None)]))
+        assert await world.store.ready([ROUTE.id]) == frozenset()
+        await world.request(rows[0].id, "redrive")
+        assert await world.store.ready([ROUTE.id]) == {lane.name}
+
+    async def test_ready_leaves_out_paused_lanes_and_those_of_other_relays(self, world: World) -> None:
+        await world.register(ROUTE)
+        lane = await self.lane(world)
+        await world.append([delivery()])
+        assert await world.store.ready([ROUTE.id], relay="r1") == {lane.name}
+        assert await world.store.ready([ROUTE.id], relay="r2") == frozenset()
+        await world.pause_lane(lane.name)
+        assert await world.store.ready([ROUTE.id]) == frozenset()
+
     # -- polling -------------------------------------------------------------------------------------------------------
 
     async def test_poll_changes_nothing_and_respects_the_limit(self, world: World) -> None:
@@ -188,6 +402,46 @@ class OutboxStoreContract:
         await world.append([delivery(tenant="loud"), delivery(tenant="calm"), delivery(tenant=None)])
         page = await world.store.poll(await self.lane(world), limit=10, paused=["loud"])
         assert [row.tenant for row in page.fresh] == ["calm", None]
+
+    async def test_h61_a_page_stays_within_its_bytes_but_holds_at_least_one_row(self, world: World) -> None:
+        await world.register(ROUTE)
+        await world.append([delivery(f"k{size}", body=b"x" * size) for size in (60, 40, 1, 500, 3)])
+        lane = await self.lane(world)
+        sizes = [len(row.body) for row in (await world.store.poll(lane, limit=10, max_bytes=100)).fresh]
+        assert sizes == [60, 40]
+        assert len((await world.store.poll(lane, limit=10, max_bytes=10)).fresh) == 1
+        assert len((await world.store.poll(lane, limit=10, max_bytes=1000)).fresh) == 5
+
+    async def test_h61_rows_to_redo_stay_within_their_bytes_too(self, world: World) -> None:
+        await world.register(ROUTE)
+        await world.append([delivery("a", body=b"x" * 60), delivery("b", body=b"x"), delivery("a", body=b"x" * 50)])
+        lane = await self.lane(world)
+        one, other, two = (await world.store.poll(lane, limit=10)).fresh
+        failures = [Failure(one.id, 1, "no", 0.0), Failure(other.id, 1, "no", 0.0)]
+        lane = await world.store.announce(lane, Batch(failures=failures, parked=[two.id]), settle=False)
+        assert len(await self.due(world, lane)) == 3
+        for max_bytes, expected in ((10, [one]), (100, [one, other]), (111, [one, other, two])):
+            page = await world.store.poll(lane, limit=10, max_bytes=max_bytes)
+            assert [row.id for row in page.redo] == [row.id for row in expected]
+
+    async def test_fresh_rows_and_rows_to_redo_have_limits_of_their_own(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b", "c", "d", "e")
+        failures = [Failure(row.id, 1, "no", 0.0) for row in rows[:3]]
+        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        await self.due(world, lane, 3)
+        page = await world.store.poll(lane, limit=2)
+        assert (len(page.redo), len(page.fresh)) == (2, 2)
+
+    async def test_waiting_rows_of_paused_tenants_are_not_redone(self, world: World) -> None:
+        await world.register(ROUTE)
+        await world.append([delivery("a", tenant="loud"), delivery("a", tenant="calm"), delivery("a", tenant=None)])
+        lane = await self.lane(world)
+        rows = (await world.store.poll(lane, limit=10)).fresh
+        failures = [Failure(row.id, 1, "no", 0.0) for row in rows]
+        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        await self.due(world, lane, 3)
+        page = await world.store.poll(lane, limit=10, paused=["loud", "other"])
+        assert [row.tenant for row in page.redo] == ["calm", None]
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -232,8 +486,9 @@ class OutboxStoreContract:
 
     async def test_an_announcement_is_all_or_nothing(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
+        unknown = Failure(rows[1].id + 1, 1, "no", 0.0)
         with pytest.raises(StoreError):
-            await world.store.announce(lane, Batch(items=[rows[0].id, 10_000]), settle=False)
+            await world.store.announce(lane, Batch(items=[rows[0].id], failures=[unknown]), settle=False)
         assert await world.status(rows[0].id) is Status.PENDING
         assert (await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)).batch == lane.batch + 1
 
@@ -330,6 +585,217 @@ class OutboxStoreContract:
         await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
         assert (await self.lane(world, "r2")).waiting == {Key("acme", "a")}
 
+    async def test_a_dead_row_can_get_its_attempts_back(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 2, None, 0.0)]), settle=False)
+        assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[0].id, 2)]
+
+    async def test_attempts_are_counted_for_rows_that_stay_in_the_batch(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b", lease=0.05)
+        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.store.amend(lane, (), attempts={rows[1].id: 3})
+        assert [(row.id, row.attempts) for _, row in await world.store.rebuild(lane)] == [
+            (rows[0].id, 0),
+            (rows[1].id, 3),
+        ]
+        successor = await self.lane(world, "r2")
+        assert successor.announced == lane.announced
+        with pytest.raises(LeaseLostError):
+            await world.store.amend(lane, (), attempts={rows[1].id: 4})
+        await world.store.settle(successor)
+        assert [await world.status(row.id) for row in rows] == [Status.SENT, Status.SENT]
+
+    async def test_attempts_of_a_row_outside_the_batch_are_refused(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        with pytest.raises(StoreError):
+            await world.store.amend(lane, (), attempts={rows[1].id: 1})
+
+    async def test_an_amendment_of_nothing_tells_whose_lane_it_is(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", lease=0.05)
+        assert await world.store.amend(lane, ()) == lane
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        assert await world.store.amend(lane, ()) == lane
+        await self.lane(world, "r2")
+        with pytest.raises(LeaseLostError):
+            await world.store.amend(lane, ())
+
+    async def test_without_a_batch_there_is_nothing_to_amend(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        with pytest.raises(StoreError):
+            await world.store.amend(lane, [Failure(rows[0].id, 1, "no", 1.0)])
+
+    async def test_a_row_that_comes_back_from_the_batch_is_before_those_that_were_parked_behind_it(
+        self, world: World
+    ) -> None:
+        rows, lane = await self.filled(world, "a", "a", "a")
+        parked = Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)], parked=[rows[1].id, rows[2].id])
+        lane = await world.store.announce(lane, parked, settle=False)
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.store.amend(lane, [Failure(rows[0].id, 2, "no", 600.0)])
+        assert (await world.store.poll(lane, limit=10)).redo == ()
+
+    async def test_keys_stay_in_order_however_their_rows_fail(self, world: World) -> None:
+        keys = [f"k{index % 12}" for index in range(60)]
+        rows, lane = await self.filled(world, *keys)
+        failing = {rows[index].id: 2 for index in (0, 3, 7, 13, 14, 25, 50)}
+        sent: list[Row] = []
+        async with asyncio.timeout(60):
+            while len(sent) < len(rows):
+                page = await world.store.poll(lane, limit=4)
+                lane = await self.send(world, lane, page, failing, sent)
+        assert {key: [row.id for row in sent if row.key == key] for key in keys} == {
+            key: [row.id for row in rows if row.key == key] for key in keys
+        }
+        assert (await world.store.settle(lane)).waiting == frozenset()
+
+    # -- what people ask for -------------------------------------------------------------------------------------------
+
+    async def test_a_dead_row_is_redriven_with_those_that_waited_for_it(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", "b")
+        dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id])
+        lane = await world.store.announce(lane, dead, settle=False)
+        asked = await world.request(rows[0].id, "redrive")
+        page = await world.store.poll(lane, limit=10)
+        assert (page.requests, page.redo) == ((asked,), ())
+        lane = await world.store.announce(lane, Batch(requests=page.requests), settle=False)
+        assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[0].id, 0), (rows[1].id, 0)]
+        assert (await world.store.poll(lane, limit=10)).requests == ()
+
+    async def test_a_request_is_carried_out_together_with_a_batch_and_the_settling_of_another(
+        self, world: World
+    ) -> None:
+        rows, lane = await self.filled(world, "a", "b", "c")
+        lane = await world.store.announce(
+            lane, Batch(items=[rows[1].id], failures=[Failure(rows[0].id, 5, "no", None)]), settle=False
+        )
+        asked = await world.request(rows[0].id, "redrive")
+        lane = await world.store.announce(lane, Batch(items=[rows[2].id], requests=[asked]), settle=True)
+        assert [await world.status(row.id) for row in rows] == [Status.RETRYING, Status.SENT, Status.SENDING]
+
+    async def test_later_rows_go_behind_a_redriven_row_of_a_skipping_route(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", route=SKIPPING)
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        assert lane.waiting == frozenset()
+        asked = await world.request(rows[0].id, "redrive")
+        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        assert lane.waiting == {Key("acme", "a")}
+        lane = await world.store.announce(lane, Batch(parked=[rows[1].id]), settle=False)
+        assert [row.id for row in await self.due(world, lane)] == [rows[0].id, rows[1].id]
+
+    async def test_a_redriven_row_of_a_skipping_route_goes_before_one_that_waits_already(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", route=SKIPPING)
+        failures = [Failure(rows[0].id, 5, "no", None), Failure(rows[1].id, 1, "no", 0.0)]
+        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        assert [row.id for row in await self.due(world, lane)] == [rows[1].id]
+        asked = await world.request(rows[0].id, "redrive")
+        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        assert [row.id for row in await self.due(world, lane, 2)] == [rows[0].id, rows[1].id]
+
+    async def test_a_parked_row_keeps_its_turn_when_it_is_redriven(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a")
+        dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id])
+        lane = await world.store.announce(lane, dead, settle=False)
+        asked = await world.request(rows[1].id, "redrive")
+        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        assert await world.status(rows[1].id) is Status.PARKED
+        assert (await world.store.poll(lane, limit=10)).requests == ()
+
+    async def test_a_discarded_row_is_never_sent_and_its_key_goes_on(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", "a", "b")
+        dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id, rows[2].id])
+        lane = await world.store.announce(lane, dead, settle=False)
+        asked = [await world.request(rows[index].id, "discard") for index in (0, 1, 3)]
+        lane = await world.store.announce(lane, Batch(requests=asked), settle=False)
+        assert [await world.status(rows[index].id) for index in (0, 1, 3)] == [Status.DISCARDED] * 3
+        assert [row.id for row in await self.due(world, lane)] == [rows[2].id]
+        assert (await world.store.poll(lane, limit=10)).fresh == ()
+
+    async def test_the_last_waiting_row_of_a_key_can_be_discarded(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        asked = await world.request(rows[0].id, "discard")
+        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        assert lane.waiting == frozenset()
+
+    async def test_an_edited_row_goes_out_as_another_event_with_a_link_to_the_old_one(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        new = uuid4()
+        asked = await world.request(rows[0].id, "edit", body=b"\xffbetter", event_id=new)
+        again = await world.request(rows[0].id, "edit", body=b"\xffbetter", event_id=new)
+        lane = await world.store.announce(lane, Batch(requests=[asked, again]), settle=False)
+        [row] = await self.due(world, lane)
+        assert (row.id, row.event_id, row.body, row.attempts) == (rows[0].id, new, b"\xffbetter", 0)
+        links = {"event_id": str(new), "original_event_id": str(rows[0].event_id)}
+        assert dict(row.headers) == {**rows[0].headers, **links}
+
+    async def test_h103_a_row_on_its_way_is_not_changed_by_requests(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        asked = await world.request(rows[0].id, "discard")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        assert (await world.store.poll(lane, limit=10)).requests == ()
+        lane = await world.store.announce(
+            await world.store.settle(lane), Batch(items=[rows[1].id], requests=[asked]), settle=False
+        )
+        assert await world.status(rows[0].id) is Status.SENT
+
+    async def test_h103_a_request_about_a_row_that_is_announced_with_it_waits(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        asked = await world.request(rows[0].id, "discard")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id], requests=[asked]), settle=False)
+        assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[0].id]
+        lane = await world.store.settle(await world.store.amend(lane, [Failure(rows[0].id, 1, "no", 600.0)]))
+        assert (await world.store.poll(lane, limit=10)).requests == (asked,)
+
+    async def test_a_request_about_a_row_that_was_sent_does_nothing_and_is_gone(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.store.settle(lane)
+        edit = await world.request(rows[0].id, "edit", body=b"late", event_id=uuid4())
+        asked = [await world.request(rows[0].id, "redrive"), await world.request(rows[0].id, "discard"), edit]
+        lane = await world.store.announce(lane, Batch(requests=asked), settle=False)
+        assert await world.status(rows[0].id) is Status.SENT
+        assert (await world.store.poll(lane, limit=10)).requests == ()
+        assert lane.waiting == frozenset()
+
+    async def test_requests_are_carried_out_in_the_order_in_which_they_were_made(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        failures = [Failure(row.id, 5, "no", None) for row in rows]
+        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        asked = [
+            await world.request(row, action)
+            for row, action in (
+                (rows[0].id, "redrive"),
+                (rows[0].id, "discard"),
+                (rows[1].id, "discard"),
+                (rows[1].id, "redrive"),
+            )
+        ]
+        await world.store.announce(lane, Batch(requests=asked), settle=False)
+        assert [await world.status(row.id) for row in rows] == [Status.DISCARDED, Status.DISCARDED]
+
+    async def test_h32_only_the_owner_carries_out_requests(self, world: World) -> None:
+        rows, old = await self.filled(world, "a", lease=0.05)
+        old = await world.store.announce(old, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        asked = await world.request(rows[0].id, "redrive")
+        new = await self.lane(world, "r2")
+        with pytest.raises(LeaseLostError):
+            await world.store.announce(old, Batch(requests=[asked]), settle=False)
+        assert await world.status(rows[0].id) is Status.FAILED
+        assert (await world.store.poll(new, limit=10)).requests == (asked,)
+
+    async def test_requests_about_another_lane_are_left_to_its_owner(self, world: World) -> None:
+        await world.register(ROUTE)
+        await world.append([delivery(shard=1)])
+        lanes = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 2})
+        [row] = (await world.store.poll(lanes[1], limit=10)).fresh
+        asked = await world.request(row.id, "discard")
+        assert (await world.store.poll(lanes[0], limit=10)).requests == ()
+        await world.store.announce(lanes[0], Batch(requests=[asked]), settle=False)
+        assert (await world.store.poll(lanes[1], limit=10)).requests == (asked,)
+
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     async def lane(self, world: World, relay: str = "r1", *, route: RouteRecord = ROUTE, lease: float = LEASE) -> Lane:
@@ -337,7 +803,7 @@ class OutboxStoreContract:
         held: list[Lane] = []
         deadline = clock.current().monotonic() + 10
         while clock.current().monotonic() < deadline:
-            held += await world.store.take(relay, lease=lease, limit=1000, destinations=["broker"])
+            held += await world.store.take(relay, lease=lease, wanted={route.id: 1000})
             for lane in held:
                 if lane.route.id == route.id and lane.shard == 0:
                     return lane
@@ -352,10 +818,34 @@ class OutboxStoreContract:
         lane = await self.lane(world, route=route, lease=lease)
         return (await world.store.poll(lane, limit=1000)).fresh, lane
 
-    async def due(self, world: World, lane: Lane) -> tuple[Row, ...]:
-        """What is to be redone, as soon as there is something."""
-        deadline = clock.current().monotonic() + 10
-        while clock.current().monotonic() < deadline:
-            if page := (await world.store.poll(lane, limit=10)).redo:
-                return page
-        raise AssertionError("nothing became due")
+    async def send(self, world: World, lane: Lane, page: Page, failing: dict[int, int], sent: list[Row]) -> Lane:
+        """One turn as a relay takes it: what fails is amended away, and its key waits."""
+        stopped = set(lane.waiting)
+        items = [*page.redo, *(row for row in page.fresh if row.order_key not in stopped)]
+        parked = [row.id for row in page.fresh if row.order_key in stopped]
+        batch = Batch(items=[row.id for row in items], parked=parked)
+        lane = await world.store.announce(lane, batch, settle=lane.announced is not None)
+        failures, behind, failed = [], [], set()
+        for row in items:
+            if row.order_key in failed:
+                behind.append(row.id)
+            elif failing.get(row.id):
+                failing[row.id] -= 1
+                failed.add(row.order_key)
+                failures.append(Failure(row.id, row.attempts + 1, "no", 0.0))
+            else:
+                sent.append(row)
+        return await world.store.amend(lane, failures, parked=behind)
+
+    async def due(self, world: World, lane: Lane, count: int = 1) -> tuple[Row, ...]:
+        """What is to be redone, as soon as there is so much."""
+        async with asyncio.timeout(10):
+            while len(page := (await world.store.poll(lane, limit=10)).redo) < count:
+                pass
+        return page
+
+    async def until_nothing_is_leased(self, world: World) -> None:
+        """Until all leases have expired."""
+        async with asyncio.timeout(10):
+            while (await world.store.census()).next_expiry is not None:
+                pass

@@ -1,0 +1,77 @@
+"""The bus: handlers of this process, each a destination of its own.
+
+Before this: a delivery whose route is a handler. After it: the handler has run. A handler that fails is tried again by
+itself, with the key waiting behind it; those that succeeded are not run again. A crash between the two runs a handler
+twice, so handlers must bear that, as consumers of any broker must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from .context import event_context
+from .outbox import Key
+from .transport import Capabilities, Message, Outcome, Rejection
+
+logger = logging.getLogger("pillarbox")
+
+Handler = Callable[[Any], Any]
+
+
+class Bus:
+    """A `Publisher` whose topics are the names of handlers."""
+
+    capabilities = Capabilities(max_messages=20)  # what a crash may run again
+
+    def __init__(self, handlers: Mapping[str, Handler], decode: Callable[[Message], object]) -> None:
+        self._handlers = handlers
+        self._decode = decode
+
+    def preflight(self, message: Message) -> str | None:  # noqa: ARG002  a handler may take anything
+        return None
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:  # noqa: ARG002  nothing to open
+        return {}
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  there is one of us
+        """Dispatch to the handlers, one after the other."""
+        accepted: list[int] = []
+        rejected: list[Rejection] = []
+        stopped: set[Key] = set()
+        for index, message in enumerate(messages):
+            key = Key(message.headers.get("tenant_id"), message.key)
+            if key in stopped:
+                continue
+            try:
+                await self._dispatch(message)
+                accepted.append(index)
+            except Exception as error:
+                logger.warning("handler %s failed", message.topic, exc_info=True)
+                rejected.append(Rejection(index, f"{type(error).__name__}: {error}"))
+                stopped.add(key)
+        return Outcome(accepted, rejected)
+
+    async def close(self, producer: str | None = None) -> None:
+        """Nothing is open."""
+
+    async def _dispatch(self, message: Message) -> None:
+        handler = self._handlers[message.topic]
+        headers = message.headers
+        with event_context(
+            tenant=headers.get("tenant_id"),
+            correlation_id=headers.get("correlation_id") or headers.get("event_id"),
+            causation_id=headers.get("event_id"),
+            traceparent=headers.get("traceparent"),
+            tracestate=headers.get("tracestate"),
+        ):
+            event = self._decode(message)
+            if inspect.iscoroutinefunction(handler):
+                await handler(event)
+            else:  # it may block, and our leases must be renewed meanwhile
+                result = await asyncio.to_thread(handler, event)
+                if inspect.isawaitable(result):
+                    await result

@@ -1,0 +1,76 @@
+"""The demo, put together: from the settings to the report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from ...app import Pillarbox
+from ...context import event_context
+from ...settings import Settings
+from ...stores.schema import check_schema
+from ..database import opened
+from .ledger import Balance, Kind
+from .lines import Lines
+from .processes import Processes
+from .shop import Shop, route, tables
+from .stage import Scene, Stage, percentile
+from .transport import SinkTransport
+
+RELAYS = 2
+
+Audience = Callable[[Stage], AbstractContextManager[Callable[[Scene], None]]]
+"""Given the stage, somebody who looks at its scenes during a block."""
+
+
+def audience(stream: IO[str] | None) -> Audience:
+    """Whoever looks at this stream; nobody, if it is None."""
+    if stream is None:
+        return lambda _stage: nullcontext(lambda _scene: None)
+    if stream.isatty():
+        from .picture import Picture  # noqa: PLC0415  needs a package that only terminals need
+
+        return lambda stage: Picture(stage, stream)
+    return lambda _stage: nullcontext(Lines(stream))
+
+
+async def play(settings: Settings, seconds: float, kinds: Collection[Kind], looking: Audience) -> dict[str, Any]:
+    """Run the demo; its report."""
+    lease = min(2.0, max(1.0, seconds / 15))
+    async with opened(settings, embedded="pillarbox_demo") as engine:
+        transports = {route.to: SinkTransport(0, "shop", timeout=1.0)}
+        box = Pillarbox(engine, transports=transports, routes=[route], shards=settings.shards, tenancy=settings.tenancy)
+        if settings.database_url is None:
+            await box.migrate()
+        async with engine.connect() as connection:
+            await connection.run_sync(check_schema)
+        with tempfile.TemporaryDirectory(prefix="pillarbox-demo-") as folder:
+            url = engine.url.render_as_string(hide_password=False)
+            processes = Processes(Path(folder), url=url, destination=route.to, relays=RELAYS, lease=lease)
+            async with tables(engine), processes:
+                await box.register()
+                stage = Stage(Shop(box), processes, seconds=seconds, lease=lease)
+                service = settings.service
+                with event_context(source_service=service.name, source_version=service.version), looking(stage) as show:
+                    return _report(stage, await stage.play(kinds, show))
+
+
+def _report(stage: Stage, balance: Balance) -> dict[str, Any]:
+    started = stage.started
+    faults = [
+        {"kind": it.kind, "target": it.target, "at": round(it.started - started, 3), "seconds": round(it.seconds, 3)}
+        for it in stage.processes.faults
+    ]
+    return {
+        **asdict(balance),
+        "faults": faults,
+        "rolled_back": stage.shop.rolled_back,
+        "seconds": round(stage.scene.elapsed, 3),
+        "events_per_second": round(balance.committed / stage.scene.elapsed, 1),
+        "lag_ms": {"p50": round(percentile(stage.lags, 0.5), 1), "p99": round(percentile(stage.lags, 0.99), 1)},
+        "balanced": balance.holds,
+    }

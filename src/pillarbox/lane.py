@@ -1,0 +1,570 @@
+"""One lane in our hands: read, announce, send, settle, and nothing else.
+
+Before this: the store has rows, and a relay has leased the lane. After it: a transport has the messages, in order per
+key. One turn polls, decides which rows go and which wait behind a failed one of their key, announces that, sends it,
+and leaves the settling to the next announcement, or to an idle moment. Whoever takes the lane over later rebuilds what
+was announced and goes on from there.
+
+Three answers, three reactions. *Rejected*: the row is tried again later, its key waits with it, the lane goes on.
+*Unavailable* or *unknown*: the lane rests, and nobody's attempt is counted. *Lease lost*: the lane stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from . import clock
+from .errors import LaneHaltedError, LeaseLostError
+from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
+from .redaction import redacted
+from .retry import RetryPolicy
+from .suspicion import PROBES, Place, Suspicion
+from .transport import Message, Outcome, Publisher, Verdict
+
+logger = logging.getLogger("pillarbox")
+
+BREAKER = RetryPolicy(base=0.1, cap=5.0, attempts=1)
+"""How long a lane rests when the destination is not to be had: the longer, the more often that was so."""
+
+LARGE = 65_536
+"""From here on a message that is larger than any acknowledged one goes alone: a broker that cuts the connection on
+oversize looks like an outage, and must not take innocent messages with it."""
+
+DEADLY_TRIES = 3
+"""A batch that so many relays died of is sent one message at a time."""
+
+_Item = tuple[int, Row]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of deliveries."""
+
+    sent: int = 0
+    rejected: int = 0
+    dead: int = 0
+
+    @property
+    def total(self) -> int:
+        """Whether this has changed tells whether anything was done."""
+        return self.sent + self.rejected
+
+    def since(self, before: Counts) -> Counts:
+        """What was added."""
+        return Counts(self.sent - before.sent, self.rejected - before.rejected, self.dead - before.dead)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How much a lane does at a time, and what people allow it to do."""
+
+    batch: int = 500
+    max_bytes: int = 4_194_304
+    paused_tenants: frozenset[str] = frozenset()
+    rate: float | None = None
+    tenant_rates: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Plan:
+    items: list[Row] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    parked: list[int] = field(default_factory=list)
+
+
+class LaneWorker:
+    """The owner of one lane, from taking it to letting it go."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        store: OutboxStore,
+        publisher: Publisher,
+        *,
+        producer: str,
+        deadline: float,
+        suspicion: Suspicion,
+        counts: Counts,
+        draw: Callable[[], float],
+        changed: Callable[[], None],
+    ) -> None:
+        self.lane = lane
+        self.pace = Pace()
+        self.trouble: Trouble | None = None
+        self.idle = False
+        """There is nothing to do, and nothing is open."""
+        self.failures = 0
+        """How often in a row the destination was not to be had."""
+        self._store = store
+        self._publisher = publisher
+        self._producer = producer
+        self._deadline = deadline
+        self._suspicion = suspicion
+        self._counts = counts
+        self._draw = draw
+        self._changed = changed
+        self._bell = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._timeout: asyncio.Timeout | None = None
+        self._largest = LARGE
+        self._opened: set[str] = set()
+        self._stored = False
+        """Whether all that is announced is known to be at the destination."""
+        self._rates = _Rates()
+
+    # -- what the relay tells us ---------------------------------------------------------------------------------------
+
+    def ring(self) -> None:
+        """There may be something to do."""
+        self.idle = False
+        self._bell.set()
+
+    def extend(self, deadline: float) -> None:
+        """The lease was renewed: the lane is ours until then, by our monotonic clock."""
+        self._deadline = deadline
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(_loop_time(deadline))
+
+    def lose(self) -> None:
+        """Somebody else owns the lane: nothing may leave any more."""
+        self.extend(float("-inf"))
+        self.stop()
+
+    def stop(self) -> None:
+        """Finish what is announced, if the destination lets us, and come to an end."""
+        self._stopping.set()
+        self._bell.set()
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take turns until we are stopped. `LeaseLostError` if the lane is not ours any more."""
+        if self.lane.announced is not None:
+            await self._deliver(None)
+        while not self._stopping.is_set():
+            self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
+            if not await self.turn():
+                await self._settle()
+                self.idle = True
+                self._changed()
+                await self._bell.wait()
+                self.idle = False
+        await self._settle()
+
+    async def run_once(self) -> None:
+        """Take up what is open, take one turn, and settle."""
+        self.stop()
+        if self.lane.announced is not None:
+            await self._deliver(None)
+        if self.lane.announced is None or self._stored:
+            await self.turn()
+        await self._settle()
+
+    async def halt(self, why: str) -> None:
+        """Keep the lane and do nothing, until we are stopped."""
+        self.trouble = Trouble(why)
+        self._changed()
+        await self._stopping.wait()
+
+    async def close(self) -> None:
+        """Let go of the transport."""
+        await self._publisher.close(self._producer)
+
+    async def _settle(self) -> None:
+        if self.lane.announced is not None and self._stored:
+            self._check_lease()
+            self.lane = await self._store.settle(self.lane)
+
+    async def turn(self) -> bool:
+        """Read, announce, send. False if there is nothing to do."""
+        blocking = self._suspicion.blocking(self.lane)
+        if blocking is not None and not await self._rest_before_probe(blocking):
+            return True
+        plan, page = await self._next_batch(blocking)
+        given_back = self._suspicion.give_back(self.lane)
+        if not (plan.items or plan.failures or plan.parked or page.requests or given_back):
+            return False
+        if (
+            plan.items
+            and self._publisher.capabilities.numbered
+            and not await self._open({it.topic for it in plan.items})
+        ):
+            return True
+        batch = Batch(
+            items=[row.id for row in plan.items],
+            failures=[*given_back, *plan.failures],
+            parked=plan.parked,
+            requests=page.requests,
+            cursor=page.cursor,
+            details={"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {},
+        )
+        first = self.lane.next_number
+        self._check_lease()
+        self.lane = await self._store.announce(self.lane, batch, settle=self.lane.announced is not None)
+        self._stored = True
+        if plan.items:
+            await self._deliver(list(enumerate(plan.items, start=first)))
+        return True
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    async def _next_batch(self, blocking: Place | None) -> tuple[_Plan, Page]:
+        self._check_lease()
+        page = await self._store.poll(
+            self.lane,
+            limit=1 if blocking else min(self.pace.batch, self._publisher.capabilities.max_messages),
+            max_bytes=self.pace.max_bytes,
+            paused=self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates),
+        )
+        plan = self._plan(page)
+        if blocking is not None:
+            plan.items = plan.items[-1:]  # a key that was not tried yet says most about the destination
+            if plan.items:
+                self._suspicion.probe(blocking)
+        plan.items, again = self._rates.within(plan.items, self.pace)
+        if again is not None:
+            asyncio.get_running_loop().call_later(again, self._bell.set)
+        return plan, page
+
+    def _plan(self, page: Page) -> _Plan:
+        plan = _Plan()
+        stopped: set[Key] = set()
+        for row in page.redo:
+            if row.order_key not in stopped:
+                self._decide(row, plan, stopped)
+        waiting = self.lane.waiting
+        for row in page.fresh:
+            if (stopped or waiting) and (row.order_key in stopped or row.order_key in waiting):
+                plan.parked.append(row.id)
+            else:
+                self._decide(row, plan, stopped)
+        return plan
+
+    def _decide(self, row: Row, plan: _Plan, stopped: set[Key]) -> None:
+        refusal = self._publisher.preflight(_message(0, row))
+        if refusal is None:
+            plan.items.append(row)
+        else:
+            failure = self._failed(row, refusal)
+            plan.failures.append(failure)
+            self._stop_key(row, failure, stopped)
+
+    def _failed(self, row: Row, reason: str) -> Failure:
+        policy, attempts, said = self.lane.route.retry, row.attempts + 1, redacted(reason)
+        self._counts.rejected += 1
+        if not policy.exhausted(attempts):
+            logger.warning("%s: event %s was rejected (%d): %s", self.lane, row.event_id, attempts, said)
+            return Failure(row.id, attempts, said, policy.delay(attempts, self._draw))
+        return self._dead(row, attempts, said)
+
+    def _dead(self, row: Row, attempts: int, reason: str) -> Failure:
+        self._counts.dead += 1
+        logger.error("%s: event %s is dead after %d attempts: %s", self.lane, row.event_id, attempts, reason)
+        return Failure(row.id, attempts, reason, None)
+
+    def _stop_key(self, row: Row, failure: Failure, stopped: set[Key]) -> None:
+        if failure.retry_after is not None or self.lane.route.on_failure is FailurePolicy.PARK:
+            stopped.add(row.order_key)
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, items: list[_Item] | None) -> None:
+        """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first."""
+        self._stored = False
+        accepted: set[int] = set()
+        while items is None or items:
+            if items is None:
+                items, outcome = await self._recover(accepted)
+            elif self.lane.tries >= DEADLY_TRIES:
+                items, outcome = await self._send_suspect(items)
+            else:
+                items, outcome = await self._send(items, accepted)
+            if outcome is not None and outcome.unfinished is not None:
+                items = None  # an outage costs no memory: what is left will be read again
+                if not await self._rest(outcome.unfinished.value, outcome.reason):
+                    await self._abandon(accepted)
+                    return
+        self._stored = True
+
+    async def _send(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome]:
+        """One request; what is left to do comes back."""
+        messages = self._next_request(items)
+        outcome = await self._request(messages)
+        accepted.update(messages[index].number for index in outcome.accepted)
+        if outcome.duplicates:
+            logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
+        if outcome.rejected:
+            return await self._amend(items, len(messages), outcome), outcome
+        if len(outcome.accepted) == len(items):
+            return [], outcome
+        return [item for item in items if item[0] not in accepted], outcome
+
+    def _next_request(self, items: Sequence[_Item]) -> list[Message]:
+        messages: list[Message] = []
+        for number, row in items[: self._publisher.capabilities.max_messages]:
+            alone = len(row.body) > self._largest
+            if alone and messages:
+                break
+            messages.append(_message(number, row))
+            if alone:
+                break
+        return messages
+
+    async def _request(self, messages: Sequence[Message]) -> Outcome:
+        self._check_lease()
+        try:
+            async with self._within_lease():
+                outcome = await self._publisher.send(self._producer, messages)
+        except TimeoutError as error:
+            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=str(error) or "no answer in time")
+        except Exception as error:
+            logger.exception("%s: the transport failed", self.lane)
+            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"{type(error).__name__}: {error}")
+        if outcome.accepted:
+            self._went_well(messages, outcome.accepted)
+        return outcome
+
+    def _went_well(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
+        self._counts.sent += len(accepted)
+        self.failures, self.trouble = 0, None
+        for topic in {messages[index].topic for index in accepted}:
+            self._suspicion.accepted(self.lane, topic)
+        if len(messages) == 1:  # only a message that went alone can be larger than the largest
+            self._largest = max(self._largest, len(messages[0].body))
+
+    async def _amend(self, items: list[_Item], asked: int, outcome: Outcome) -> list[_Item]:
+        """Write down what was rejected, before anything with a higher number leaves; what may go on comes back."""
+        reasons = {rejection.index: rejection.reason for rejection in outcome.rejected}
+        failures: list[Failure] = []
+        parked: list[int] = []
+        left: list[_Item] = []
+        stopped: set[Key] = set()
+        stored = set(outcome.accepted)
+        for index, (number, row) in enumerate(items):
+            if index in stored:
+                continue
+            if index in reasons:
+                failures.append(self._rejected(row, reasons[index]))
+                self._stop_key(row, failures[-1], stopped)
+            elif row.order_key in stopped:
+                parked.append(row.id)
+            elif index < asked and outcome.unfinished is None:
+                # It shared a request with a rejected message. Its number may be burnt, so it gets a new one.
+                failures.append(Failure(row.id, row.attempts, None, 0.0))
+                stopped.add(row.order_key)
+            else:
+                left.append((number, row))
+        self._check_lease()
+        self.lane = await self._store.amend(self.lane, failures, parked=parked)
+        return left
+
+    def _rejected(self, row: Row, reason: str) -> Failure:
+        if self._suspicion.rejected(self.lane, row, redacted(reason)):
+            return Failure(row.id, row.attempts, redacted(reason), PROBES.cap)  # others are tried before it again
+        return self._failed(row, reason)
+
+    async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
+        """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
+        any answer but a rejection takes it back.
+        """
+        number, row = items[0]
+        self._check_lease()
+        if self.lane.route.retry.exhausted(row.attempts):
+            dead = self._dead(row, row.attempts, "relays died while this was being sent")
+            stopped: set[Key] = set()
+            self._stop_key(row, dead, stopped)
+            parked = [later.id for _, later in items[1:] if later.order_key in stopped]
+            self.lane = await self._store.amend(self.lane, [dead], parked=parked)
+            return [item for item in items[1:] if item[1].order_key not in stopped], None
+        self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts + 1})
+        outcome = await self._request([_message(number, row)])
+        if outcome.rejected:
+            return await self._amend(items, 1, outcome), outcome
+        if outcome.unfinished is not None:
+            self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts})
+        return items[1:], outcome
+
+    # -- when things go wrong ------------------------------------------------------------------------------------------
+
+    async def _recover(self, accepted: Collection[int]) -> tuple[list[_Item] | None, Outcome | None]:
+        """What is left of the announced batch: rebuilt, without what is known to be stored."""
+        self._check_lease()
+        items = [item for item in await self._store.rebuild(self.lane) if item[0] not in accepted]
+        if not self._publisher.capabilities.numbered or not items:
+            return items, None
+        topics = {row.topic for _, row in items}
+        try:
+            async with self._within_lease():
+                lasts = await self._publisher.open(self._producer, topics)
+        except (OSError, TimeoutError) as error:
+            return None, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error))
+        self._opened = topics
+        # Open, then the fenced write, then send: the other order would let a sleeper in.
+        self._check_lease()
+        self.lane = await self._store.amend(self.lane, ())
+        for topic in sorted(topics):
+            items, outcome = await self._without_stored(items, topic, lasts.get(topic, -1))
+            if outcome is not None:
+                return None, outcome
+        return items, None
+
+    async def _without_stored(self, items: list[_Item], topic: str, last: int) -> tuple[list[_Item], Outcome | None]:
+        """Leave out what the topic has already. ``last`` was pushed, which is not yet stored: a probe tells."""
+        self._check_not_ahead(topic, last)
+        pushed = [(number, row) for number, row in items if row.topic == topic and number <= last]
+        if not pushed:
+            return items, None
+        if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
+            outcome = await self._request([_message(*pushed[-1])])
+            if not outcome.accepted:
+                return items, replace_verdict(outcome)
+            if not outcome.duplicates:
+                raise LaneHaltedError(
+                    f"{topic} stored message {last} of {self._producer} again, which it said it had: "
+                    "is deduplication on?"
+                )
+            self._counts.sent -= 1
+        gone = {number for number, _ in pushed}
+        self._counts.sent += len(gone)
+        return [item for item in items if item[0] not in gone], None
+
+    async def _open(self, topics: Collection[str]) -> bool:
+        """Open the topics that are new to us, before what goes there is announced. False: not now."""
+        if self._opened.issuperset(topics):
+            return True
+        wanted = self._opened.union(topics)
+        try:
+            self._check_lease()
+            async with self._within_lease():
+                lasts = await self._publisher.open(self._producer, sorted(wanted))
+        except (OSError, TimeoutError) as error:
+            await self._rest(Verdict.UNAVAILABLE.value, str(error))
+            return False
+        for topic, last in lasts.items():
+            self._check_not_ahead(topic, last)
+        self._opened = wanted
+        return True
+
+    def _check_not_ahead(self, topic: str, last: int) -> None:
+        if last >= self.lane.next_number:
+            raise LaneHaltedError(
+                f"{topic} has message {last} of {self._producer}, and the outbox has announced no more than "
+                f"{self.lane.next_number - 1}: the database went back in time"
+            )
+
+    async def _rest(self, verdict: str, reason: str) -> bool:
+        """The destination is not to be had: wait, the longer the more often. False if we are to stop."""
+        said = f"{self.lane.route.destination} is {verdict}: {redacted(reason)}"
+        if self.failures == 0:
+            logger.warning("%s: %s", self.lane, said)
+        self.failures += 1
+        self._opened.clear()
+        return await self.wait(BREAKER.delay(self.failures, self._draw), said)
+
+    async def _rest_before_probe(self, place: Place) -> bool:
+        """The destination rejects everything: wait for our chance to try one row."""
+        seconds = place.next_probe - clock.current().monotonic()
+        if seconds <= 0:
+            return True
+        self.failures += 1
+        await self.wait(seconds, f"{' '.join(place.name)} rejects everything: {place.reason}")
+        return False
+
+    async def wait(self, seconds: float, why: str) -> bool:
+        """Do nothing for a while, and say why. False if we are to stop."""
+        self.trouble = Trouble(why, seconds)
+        self._changed()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    async def _abandon(self, accepted: Collection[int]) -> None:
+        """We are to stop, and the destination is away. What it has must not be sent again by our successor.
+
+        A numbered transport will tell the successor by itself; there the announcement must stay as it is.
+        """
+        if not accepted or self._publisher.capabilities.numbered:
+            return
+        self._check_lease()
+        left = [row for number, row in await self._store.rebuild(self.lane) if number not in accepted]
+        again = [Failure(row.id, row.attempts, None, 0.0) for row in left]
+        self.lane = await self._store.amend(self.lane, again)
+        self._stored = True
+
+    # -- the lease -----------------------------------------------------------------------------------------------------
+
+    def _check_lease(self) -> None:
+        """Nothing is sent or written on a lease that may have ended: we may have slept, and somebody else may own the
+        lane.
+        """
+        if clock.current().monotonic() >= self._deadline:
+            raise LeaseLostError(f"the lease of lane {self.lane} was not renewed in time")
+
+    @asynccontextmanager
+    async def _within_lease(self) -> AsyncIterator[None]:
+        """A request ends when the lease does, which may be extended meanwhile."""
+        try:
+            async with asyncio.timeout_at(_loop_time(self._deadline)) as timeout:
+                self._timeout = timeout
+                yield
+        finally:
+            self._timeout = None
+
+
+class _Rates:
+    """How much may go now, where people have set a rate: up to one second's worth at once."""
+
+    def __init__(self) -> None:
+        self._levels: dict[str | None, tuple[float, float]] = {}
+
+    def exhausted(self, rates: Mapping[str, float]) -> frozenset[str]:
+        """Tenants that have to wait."""
+        return frozenset(tenant for tenant, rate in rates.items() if self._available(tenant, rate) < 1)
+
+    def within(self, rows: list[Row], pace: Pace) -> tuple[list[Row], float | None]:
+        """The rows that may go, in order, and after how many seconds to look again."""
+        if pace.rate is None and not pace.tenant_rates:
+            return rows, None
+        rates: dict[str | None, float] = dict(pace.tenant_rates.items())
+        if pace.rate is not None:
+            rates[None] = pace.rate
+        room = {name: int(self._available(name, rate)) for name, rate in rates.items()}
+        kept = []
+        for row in rows:
+            spent = [name for name in dict.fromkeys((None, row.tenant)) if name in room]
+            if all(room[name] > 0 for name in spent):
+                kept.append(row)
+                for name in spent:
+                    room[name] -= 1
+                    level, seen = self._levels[name]
+                    self._levels[name] = level - 1, seen
+        waits = [1.0 / rate for name, rate in rates.items() if room[name] < 1]
+        return kept, min(max(waits), 60.0) if waits else None
+
+    def _available(self, name: str | None, rate: float) -> float:
+        now = clock.current().monotonic()
+        level, seen = self._levels.get(name, (1.0, now))
+        level = min(max(rate, 1.0), level + rate * (now - seen))
+        self._levels[name] = level, now
+        return level
+
+
+def replace_verdict(outcome: Outcome) -> Outcome:
+    """A probe that was not accepted leaves everything below it unknown."""
+    reason = outcome.reason or (outcome.rejected[0].reason if outcome.rejected else "")
+    return Outcome((), unfinished=outcome.unfinished or Verdict.UNKNOWN, reason=reason)
+
+
+def _message(number: int, row: Row) -> Message:
+    return Message(row.topic, row.key, row.body, row.headers, number)
+
+
+def _loop_time(deadline: float) -> float:
+    return asyncio.get_running_loop().time() + deadline - clock.current().monotonic()

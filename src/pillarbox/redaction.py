@@ -1,0 +1,30 @@
+"""What must not be kept or shown: secrets in the texts of other people's errors."""
+
+from __future__ import annotations
+
+import re
+
+MAX_CHARACTERS = 500
+
+_SECRETS = (
+    (re.compile(r"(://[^:/@\s]*):[^@\s]*@"), r"\1:***@"),
+    (re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*"), "***"),
+    (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|$)", re.DOTALL), "***"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+"), r"\1 ***"),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), "***"),
+    (
+        re.compile(
+            r"""(?i)\b(pass(?:word|wd)?|pwd|secret|token|api[_-]?key|access[_-]?key)("?\s*[=:]\s*)("[^"]*"|[^\s,;&]+)"""
+        ),
+        r"\1\2***",
+    ),
+)
+
+
+def redacted(text: str) -> str:
+    """One line without passwords, tokens and keys, and without more than people will read."""
+    line = " ".join(text[: 4 * MAX_CHARACTERS].split())
+    for pattern, mask in _SECRETS:
+        line = pattern.sub(mask, line)
+    printable = "".join(character if character.isprintable() else "?" for character in line)
+    return printable if len(printable) <= MAX_CHARACTERS else printable[: MAX_CHARACTERS - 1] + "…"

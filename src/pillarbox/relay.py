@@ -1,0 +1,432 @@
+"""The relay: leases lanes, keeps a worker on each of them, and hands over when it stops.
+
+Before this: the outbox has committed rows. After it: transports have the messages. Relays need no leader. Each says
+that it is alive, counts those who serve the same routes, takes its share of the lanes that nobody holds, and lets go of
+what is too much. A relay that dies is missed when its leases end; one that stops lets its lanes go at once.
+
+Three things wake a lane, and each would do: the doorbell after a commit, a look at all our lanes at once that slows
+down while nothing happens, and whatever alarm the lane has set itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from . import clock
+from .doorbell import ANYBODY, Doorbell
+from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
+from .lane import BREAKER, Counts, LaneWorker, Pace
+from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore
+from .redaction import redacted
+from .suspicion import Suspicion
+from .transport import Publisher
+
+logger = logging.getLogger("pillarbox")
+
+QUICKEST_LOOK = 0.02
+STALLED = 4
+"""`Relay.drain` leaves a lane whose destination was not to be had so often in a row."""
+
+
+class RelayStore(LaneStore, OutboxStore, Protocol):
+    """All that a relay needs of a store."""
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How a relay spends its time, in seconds and sizes."""
+
+    lease: float = 5.0
+    """A lane whose owner has not been heard of for so long is taken over."""
+    batch: int = 500
+    """Messages per lane and turn."""
+    window_bytes: int = 33_554_432
+    """What the bodies that all lanes have in memory may take."""
+    look: float = 1.0
+    """The longest time between two looks at the outbox while the doorbell works; without it, a quarter."""
+    grace: float = 10.0
+    """How long lanes may take to finish what they have announced, when the relay stops."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if not getattr(self, option.name) > 0:
+                raise ConfigurationError(f"relay: {option.name} must be above 0, got {getattr(self, option.name)!r}")
+
+
+class Relay:
+    """Sends what the outbox holds. Made by ``box.relay()``.
+
+    ``publishers`` are the destinations that it can serve, by what a route needs; ``shards`` keeps it to some lanes of
+    each route. Give all relays of a route the same shards, or none in common.
+    """
+
+    def __init__(
+        self,
+        store: RelayStore,
+        publishers: Mapping[str, Publisher],
+        *,
+        name: str | None = None,
+        pacing: Pacing | None = None,
+        shards: Collection[int] | None = None,
+        bell: Doorbell | None = None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
+        self.counts = Counts()
+        self._store = store
+        self._publishers = publishers
+        self._pacing = pacing or Pacing()
+        self._shards = None if shards is None else frozenset(shards)
+        self._bell = bell
+        self._draw = draw
+        self._suspicion = Suspicion(draw)
+        self._workers: dict[LaneName, LaneWorker] = {}
+        self._tasks: dict[LaneName, asyncio.Task[None]] = {}
+        self._stumbles: dict[LaneName, int] = {}
+        self._census: Census | None = None
+        self._renewed_at: float | None = None
+        self._attended_at: float | None = None
+        self._reachable = True
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+
+    # -- what people do with it ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Send until `stop` is called or we are cancelled. Lanes are released on the way out."""
+        self._stopping = False
+        stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
+        looking = asyncio.ensure_future(self._keep_looking())
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                await self._attend()
+                if looking.done():
+                    looking.result()  # a task that died in silence would leave us deaf
+                await self._sleep(self._next_attendance())
+        finally:
+            if stop_hearing is not None:
+                stop_hearing()
+            looking.cancel()
+            await self._leave()
+
+    def stop(self) -> None:
+        """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run_once(self) -> Counts:
+        """Take every lane that is free, take one turn of each, and let them go; what was done comes back."""
+        before = Counts(**asdict(self.counts))
+        try:
+            census = await self._attend_once()
+            await self._take({route: census.lanes.get(route, 0) for route in self._served(census)}, once=True)
+            await asyncio.gather(*self._tasks.values())
+        finally:
+            await self._leave()
+        return self.counts.since(before)
+
+    async def drain(self) -> Counts:
+        """Send all that may be sent now, release the lanes, and say what was done.
+
+        Leases of relays that have died are waited out. What is parked, dead, paused or due later is not waited for, nor
+        is a destination that is away.
+        """
+        before = Counts(**asdict(self.counts))
+        try:
+            await self._drain()
+        finally:
+            await self._leave()
+        return self.counts.since(before)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it has seen to its leases lately: what a liveness probe should ask."""
+        seen = self._attended_at
+        return seen is not None and clock.current().monotonic() - seen < 2 * self._pacing.lease
+
+    def status(self) -> dict[str, Any]:
+        """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
+        troubles = {str(it.lane): it.trouble.reason for it in self._workers.values() if it.trouble is not None}
+        return {
+            "relay": self.name,
+            "healthy": self.healthy,
+            "lanes": len(self._workers),
+            **asdict(self.counts),
+            "troubles": troubles,
+        }
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    async def _attend(self) -> None:
+        """See to our leases and take our share. A store that fails is tried again; leases end by themselves."""
+        try:
+            census = await self._attend_once()
+            wanted = self._balance(census)
+            if wanted:
+                await self._take(wanted)
+        except Exception as error:
+            if self._reachable:
+                logger.exception("relay %s: the outbox cannot be reached", self.name)
+            self._reachable = False
+            logger.debug("relay %s: the outbox cannot be reached: %s", self.name, error)
+        else:
+            if not self._reachable:
+                logger.warning("relay %s: the outbox can be reached again", self.name)
+            self._reachable = True
+
+    async def _attend_once(self) -> Census:
+        now = clock.current().monotonic()
+        census = self._census = await self._store.census()
+        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 3:
+            await self._renew(census)
+        self._attended_at = now
+        self._set_paces(census)
+        return census
+
+    async def _renew(self, census: Census) -> None:
+        before = clock.current().monotonic()
+        lanes = [worker.lane for worker in self._workers.values()]
+        ours = await self._store.renew(
+            self.name,
+            lanes,
+            lease=self._pacing.lease,
+            serves=self._served(census),
+            shards=self._shards,
+            troubles={name: it.trouble for name, it in self._workers.items() if it.trouble is not None},
+        )
+        self._renewed_at = before
+        for lane in lanes:
+            worker = self._workers.get(lane.name)
+            if worker is None or worker.lane.token != lane.token:
+                continue
+            if lane.name in ours:
+                worker.extend(self._deadline(before))
+            else:
+                logger.warning("relay %s: lane %s was taken over", self.name, lane)
+                worker.lose()
+
+    def _deadline(self, before: float) -> float:
+        """When to stop using a lease: before it ends, and counted from before we asked for it."""
+        return before + self._pacing.lease * 0.9
+
+    def _served(self, census: Census) -> frozenset[int]:
+        return frozenset(route for route, record in census.routes.items() if record.needs in self._publishers)
+
+    def _balance(self, census: Census) -> dict[int, int]:
+        """Let go of what is too much; how many lanes of each route we may take comes back."""
+        wanted: dict[int, int] = {}
+        for route in sorted(self._served(census)):
+            mine = [worker for name, worker in self._workers.items() if name.route == route]
+            paused = [worker for worker in mine if worker.lane.name in census.paused]
+            # An idle lane changes hands without anybody noticing.
+            kept = sorted((worker for worker in mine if worker not in paused), key=lambda it: not it.idle)
+            quota = fair_share(self.name, route, self._shards, census)
+            for worker in [*paused, *kept[: max(0, len(kept) - quota)]]:
+                worker.stop()
+            if len(mine) < quota:
+                wanted[route] = quota - len(mine)
+        return wanted
+
+    def _set_paces(self, census: Census) -> None:
+        room = max(65_536, self._pacing.window_bytes // max(1, len(self._workers)))
+        for name, worker in self._workers.items():
+            pace = Pace(
+                self._pacing.batch, room, census.paused_tenants, census.lane_rates.get(name), census.tenant_rates
+            )
+            if pace != worker.pace:
+                worker.pace = pace
+                worker.ring()
+
+    async def _take(self, wanted: Mapping[int, int], *, once: bool = False) -> None:
+        before = clock.current().monotonic()
+        lanes = await self._store.take(self.name, lease=self._pacing.lease, wanted=wanted, shards=self._shards)
+        for lane in lanes:
+            if lane.name in self._workers:
+                self._workers[lane.name].lose()
+            self._workers[lane.name] = worker = self._worker(lane, self._deadline(before))
+            self._tasks[lane.name] = asyncio.create_task(self._look_after(worker, once=once), name=f"lane {lane}")
+        if self._census is not None:
+            self._set_paces(self._census)
+
+    def _worker(self, lane: Lane, deadline: float) -> LaneWorker:
+        install = self._census.install if self._census is not None else ""
+        return LaneWorker(
+            lane,
+            self._store,
+            self._publishers[lane.route.needs],
+            producer=f"{install}/{lane}",
+            deadline=deadline,
+            suspicion=self._suspicion,
+            counts=self.counts,
+            draw=self._draw,
+            changed=self._progress.set,
+        )
+
+    async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:
+        """Run a lane to its end, whatever that is, and let it go. No lane takes another one with it."""
+        name = worker.lane.name
+        try:
+            await (worker.run_once() if once else worker.run())
+            self._stumbles.pop(name, None)
+        except LeaseLostError as lost:
+            logger.warning("relay %s: %s", self.name, lost)
+        except LaneHaltedError as halted:
+            logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted)  # noqa: TRY400  says it all
+            # We keep it: whoever took it would run into the same wall.
+            await worker.halt(redacted(str(halted)))
+        except Exception:
+            logger.exception("relay %s: lane %s stumbled; it is taken up again", self.name, worker.lane)
+            self._stumbles[name] = self._stumbles.get(name, 0) + 1
+            await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), "the outbox or the transport failed")
+        finally:
+            if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
+                del self._workers[name], self._tasks[name]
+            self._progress.set()
+        await self._let_go(worker)
+
+    async def _let_go(self, worker: LaneWorker) -> None:
+        try:
+            await worker.close()
+            await self._store.release(self.name, [worker.lane])
+        except Exception:
+            logger.warning("relay %s: lane %s could not be released; its lease will end", self.name, worker.lane)
+        else:
+            self._ring()
+
+    async def _leave(self) -> None:
+        """Finish, release everything, and be gone from the census."""
+        tasks = [*self._tasks.values()]
+        for worker in self._workers.values():
+            worker.stop()
+        until = clock.current().monotonic() + self._pacing.grace
+        while (pending := [task for task in tasks if not task.done()]) and clock.current().monotonic() < until:
+            await asyncio.wait(pending, timeout=self._pacing.lease / 3)
+            if self._workers and self._census is not None:
+                await self._renew_quietly(self._census)
+        unfinished = [*self._workers.values()]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._store.release(self.name, [worker.lane for worker in unfinished], leaving=True)
+        except Exception:
+            logger.warning("relay %s: its lanes could not be released; their leases will end", self.name)
+        self._renewed_at = None
+        self._ring()
+
+    async def _renew_quietly(self, census: Census) -> None:
+        try:
+            await self._renew(census)
+        except Exception:
+            logger.debug("relay %s: leases could not be renewed while leaving", self.name)
+
+    # -- waking up -----------------------------------------------------------------------------------------------------
+
+    def _heard(self, lanes: Collection[LaneName]) -> Collection[LaneName]:
+        if ANYBODY in lanes:
+            self._wake.set()
+        for name in lanes:
+            if name in self._workers:
+                self._workers[name].ring()
+        return [name for name in lanes if name not in self._workers]
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.ring([ANYBODY])
+
+    async def _keep_looking(self) -> None:
+        """Find what no bell has told us: rows of other processes, rows that are due, people's requests."""
+        pause = QUICKEST_LOOK
+        while True:
+            await asyncio.sleep(pause)
+            sent = self.counts.sent
+            try:
+                ready = await self._store.ready(self._served(self._census) if self._census else (), relay=self.name)
+            except Exception:
+                pause = self._pacing.look
+                continue
+            for name in ready:
+                worker = self._workers.get(name)
+                if worker is not None and worker.idle:
+                    worker.ring()
+            if self._bell is not None and self._bell.reaches_everybody:
+                pause = self._pacing.look
+            else:
+                busy = bool(ready) and self.counts.sent != sent
+                pause = QUICKEST_LOOK if busy else min(pause * 2, self._pacing.look / 4)
+
+    def _next_attendance(self) -> float:
+        """Seconds until we look at leases again: in time for our own, and as soon as somebody's ends."""
+        waits = [self._pacing.lease / 3]
+        if self._bell is None or not self._bell.reaches_everybody:
+            waits.append(0.5)  # nobody tells us when a lane is released
+        if self._census is not None and self._census.next_expiry is not None:
+            waits.append(self._census.next_expiry + 0.01)
+        return min(waits) * (0.9 + 0.1 * self._draw())
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # -- draining ------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        changed_at, seen = clock.current().monotonic(), -1
+        while True:
+            census = await self._attend_once()
+            routes = self._served(census)
+            await self._take({route: census.lanes.get(route, 0) for route in routes})
+            await self._until_quiet(census)
+            ready = [name for name in await self._store.ready(routes) if not self._shards or name.shard in self._shards]
+            here = [worker for name in ready if (worker := self._workers.get(name)) and not _is_stuck(worker)]
+            elsewhere = [name for name in ready if name not in self._workers]
+            progress, seen = self.counts.total != seen, self.counts.total
+            if not elsewhere and not (here and progress):
+                return
+            now = clock.current().monotonic()
+            if progress:
+                changed_at = now
+            if now - changed_at > 2 * self._pacing.lease:
+                logger.warning("relay %s: other relays hold %d lanes that have work", self.name, len(elsewhere))
+                return
+            for worker in here:
+                worker.ring()
+            if elsewhere:
+                await asyncio.sleep(min(0.1, census.next_expiry or 0.1))
+
+    async def _until_quiet(self, census: Census) -> None:
+        while True:
+            self._progress.clear()
+            if all(worker.idle or _is_stuck(worker) for worker in self._workers.values()):
+                return
+            try:
+                async with asyncio.timeout(self._pacing.lease / 3):
+                    await self._progress.wait()
+            except TimeoutError:
+                await self._renew(census)
+
+
+def _is_stuck(worker: LaneWorker) -> bool:
+    halted = worker.trouble is not None and worker.trouble.seconds is None
+    return halted or worker.failures >= STALLED
+
+
+def fair_share(relay: str, route: int, shards: frozenset[int] | None, census: Census) -> int:
+    """How many lanes of a route a relay may hold: an equal part, and of what remains one each, in turns."""
+    peers = {name for name, served in census.relays.items() if route in served and census.shards.get(name) == shards}
+    ranked = sorted(peers | {relay})
+    lanes = census.lanes.get(route, 0) if shards is None else len(shards)
+    part, rest = divmod(lanes, len(ranked))
+    return part + ((ranked.index(relay) + route) % len(ranked) < rest)

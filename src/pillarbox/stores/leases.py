@@ -1,0 +1,340 @@
+"""Who owns which lane, on PostgreSQL, MariaDB/MySQL and SQLite: one row per lane, one row per living relay.
+
+A lease is a moment on the database's clock. Taking a lane raises its epoch and draws a new token, and every later write
+of its owner names both, so an owner that was asleep changes nothing when it wakes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+from msgspec.structs import replace
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Integer,
+    StaticPool,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from ..errors import LeaseLostError
+from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Status, Trouble
+from .append import route_record
+from .columns import from_now
+from .tables import lanes, meta, outbox, relays, routes, tenants
+
+_T = TypeVar("_T")
+
+AT_A_TIME = 4
+"""How many statements or transactions of one store are under way at once."""
+
+_FORGET_AFTER_SECONDS = 3600.0
+"""How long a relay that died stays in its table, for people to see."""
+
+
+class Leases:
+    """`LaneStore` on a relational database."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        # Repeatable reads would show a relay the world as it was at its first statement.
+        level = (
+            {"isolation_level": "READ COMMITTED"} if engine.dialect.name in ("mysql", "mariadb", "postgresql") else {}
+        )
+        self._engine = engine.execution_options(**level)
+        # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
+        self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
+        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster.
+        self._turns = asyncio.Semaphore(1 if isinstance(engine.sync_engine.pool, StaticPool) else AT_A_TIME)
+
+    async def read(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run it on a connection without a transaction."""
+        async with self._turns, self._reader.connect() as connection:
+            return await connection.run_sync(work, *arguments)
+
+    async def write(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run it in a transaction."""
+        async with self._turns, self._engine.begin() as connection:
+            return await connection.run_sync(work, *arguments)
+
+    async def census(self) -> Census:
+        return await self.read(_census)
+
+    async def take(
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+    ) -> list[Lane]:
+        return await self.write(_take, relay, lease, wanted, shards)
+
+    async def renew(
+        self,
+        relay: str,
+        lanes: Sequence[Lane],
+        *,
+        lease: float,
+        serves: Collection[int],
+        shards: Collection[int] | None = None,
+        troubles: Mapping[LaneName, Trouble] | None = None,
+    ) -> frozenset[LaneName]:
+        alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
+        return await self.write(_renew, relay, alive, lanes, troubles or {})
+
+    async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
+        await self.write(_release, relay, lanes, leaving)
+
+
+def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
+    """The first write of every step: nothing else happens if the lane is not ours any more."""
+    changed = connection.execute(
+        update(lanes)
+        .where(
+            lanes.c.route == lane.route.id,
+            lanes.c.shard == lane.shard,
+            lanes.c.epoch == lane.epoch,
+            lanes.c.token == lane.token,
+            lanes.c.batch == lane.batch,
+        )
+        .values(**values)
+    )
+    if changed.rowcount != 1:
+        raise lease_lost(lane)
+
+
+def lease_lost(lane: Lane) -> LeaseLostError:
+    """What the owner of a lane is told when its writes find another one."""
+    return LeaseLostError(f"lane {lane} has another owner than epoch {lane.epoch}, batch {lane.batch}")
+
+
+def is_(*statuses: Status) -> ColumnElement[bool]:
+    """The status as a constant: only then does the planner see that a partial index holds all such rows."""
+    return outbox.c.status.in_([literal_column(f"'{status}'") for status in statuses])
+
+
+def stored(announced: Announcement | None) -> dict[str, Any]:
+    """An announcement as the lane's row keeps it; between which ids its rows are is for those who look at the view."""
+    if announced is None:
+        return {"announced": None, "announced_low": None, "announced_high": None}
+    rows = [row for row in announced.items if row]
+    return {
+        "announced": msgspec.json.encode(announced).decode(),
+        "announced_low": min(rows, default=None),
+        "announced_high": max(rows, default=None),
+    }
+
+
+# -- the census --------------------------------------------------------------------------------------------------------
+
+
+def _census(connection: Connection) -> Census:
+    known = connection.execute(_ROUTES).all()
+    living = connection.execute(_LIVING).all()
+    slowed = connection.execute(_SLOWED_LANES).all()
+    held = connection.execute(_SLOWED_TENANTS).all()
+    install, now, next_expiry = connection.execute(_NEXT_EXPIRY).one()
+    return Census(
+        routes={row.id: route_record(row._mapping) for row in known},
+        relays={name: frozenset(msgspec.json.decode(serves)) for name, serves, _ in living},
+        shards={name: frozenset(msgspec.json.decode(shards)) for name, _, shards in living if shards is not None},
+        lanes={row.id: row.open_lanes for row in known},
+        paused=frozenset(LaneName(row.route, row.shard) for row in slowed if row.paused),
+        paused_tenants=frozenset(row.tenant for row in held if row.paused),
+        lane_rates={LaneName(row.route, row.shard): row.rate for row in slowed if row.rate is not None},
+        tenant_rates={row.tenant: row.rate for row in held if row.rate is not None},
+        install=str(install),
+        next_expiry=None if next_expiry is None else max(0.0, (next_expiry - now).total_seconds()),
+    )
+
+
+_ROUTES = select(
+    routes,
+    select(func.count())
+    .select_from(lanes)
+    .where(lanes.c.route == routes.c.id, ~lanes.c.paused)
+    .scalar_subquery()
+    .label("open_lanes"),
+).order_by(routes.c.id)
+_LIVING = (
+    select(relays.c.name, relays.c.serves, relays.c.shards)
+    .where(relays.c.expires_at > from_now())
+    .order_by(relays.c.name)
+)
+_SLOWED_LANES = select(lanes.c.route, lanes.c.shard, lanes.c.paused, lanes.c.rate).where(
+    or_(lanes.c.paused, lanes.c.rate.is_not(None))
+)
+_SLOWED_TENANTS = select(tenants).where(or_(tenants.c.paused, tenants.c.rate.is_not(None)))
+_NEXT_EXPIRY = select(
+    meta.c.install_id,
+    from_now(),
+    select(func.min(lanes.c.locked_until)).where(lanes.c.locked_until > from_now()).scalar_subquery(),
+)
+
+
+# -- taking ------------------------------------------------------------------------------------------------------------
+
+
+def _take(
+    connection: Connection, relay: str, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None
+) -> list[Lane]:
+    free = _FREE if shards is None else _FREE.where(lanes.c.shard.in_(sorted(shards)))
+    found = [
+        LaneName(*row)
+        for route, count in sorted(wanted.items())
+        if count > 0
+        for row in connection.execute(free, {"route": route, "count": count})
+    ]
+    if not found:
+        return []
+    # A clean release leaves no owner behind: only an owner that was lost counts against its batch.
+    lost = and_(lanes.c.announced.is_not(None), lanes.c.locked_by.is_not(None))
+    connection.execute(
+        update(lanes)
+        .where(_among(lanes, found))
+        .ordered_values(  # MySQL assigns from left to right: tries must still see who was here
+            (lanes.c.tries, lanes.c.tries + case((lost, 1), else_=0)),
+            (lanes.c.epoch, lanes.c.epoch + 1),
+            (lanes.c.token, uuid4()),
+            (lanes.c.locked_by, relay),
+            (lanes.c.locked_until, from_now(lease)),
+        )
+    )
+    taken = connection.execute(
+        select(lanes, routes)
+        .join(routes, routes.c.id == lanes.c.route)
+        .where(_among(lanes, found))
+        .order_by(lanes.c.route, lanes.c.shard)
+    )
+    return _with_waiting_keys(connection, [_lane(row._mapping) for row in taken])
+
+
+_FREE = (
+    select(lanes.c.route, lanes.c.shard)
+    .where(
+        lanes.c.route == bindparam("route", type_=BigInteger),
+        ~lanes.c.paused,
+        or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now()),
+    )
+    .order_by(lanes.c.shard)
+    .limit(bindparam("count", type_=Integer))
+    .with_for_update(skip_locked=True)
+)
+
+
+def _lane(row: Mapping[Any, Any]) -> Lane:
+    announced = row[lanes.c.announced]
+    return Lane(
+        route=route_record(row),
+        shard=row[lanes.c.shard],
+        epoch=row[lanes.c.epoch],
+        token=row[lanes.c.token],
+        batch=row[lanes.c.batch],
+        next_number=row[lanes.c.next_number],
+        announced=None if announced is None else msgspec.json.decode(announced, type=Announcement),
+        tries=row[lanes.c.tries],
+        waiting=frozenset(),
+    )
+
+
+def _with_waiting_keys(connection: Connection, taken: list[Lane]) -> list[Lane]:
+    """The keys that have a failed or parked delivery. The owner keeps the list from here on."""
+    skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
+    found = connection.execute(
+        select(outbox.c.route, outbox.c.shard, outbox.c.tenant, outbox.c.key)
+        .where(
+            _among(outbox, [lane.name for lane in taken]),
+            is_(Status.RETRYING, Status.PARKED, Status.FAILED),
+            ~and_(is_(Status.FAILED), outbox.c.route.in_(skipping)),
+        )
+        .distinct()
+    )
+    waiting: dict[LaneName, set[Key]] = {}
+    for route, shard, tenant, key in found:
+        waiting.setdefault(LaneName(route, shard), set()).add(Key(tenant, key))
+    return [replace(lane, waiting=frozenset(waiting.get(lane.name, ()))) for lane in taken]
+
+
+def _among(table: Any, names: Iterable[LaneName]) -> ColumnElement[bool]:
+    shards: dict[int, list[int]] = {}
+    for route, shard in names:
+        shards.setdefault(route, []).append(shard)
+    return or_(*(and_(table.c.route == route, table.c.shard.in_(found)) for route, found in shards.items()))
+
+
+# -- keeping and letting go --------------------------------------------------------------------------------------------
+
+
+def _stay_alive(connection: Connection, relay: str, alive: Mapping[str, Any]) -> None:
+    if not connection.execute(update(relays).where(relays.c.name == relay).values(alive)).rowcount:
+        connection.execute(insert(relays).values(name=relay, **alive))
+        _forget_the_dead(connection)
+
+
+def _renew(
+    connection: Connection,
+    relay: str,
+    alive: Mapping[str, Any],
+    held: Sequence[Lane],
+    troubles: Mapping[LaneName, Trouble],
+) -> frozenset[LaneName]:
+    _stay_alive(connection, relay, alive)
+    if not held:
+        return frozenset()
+    ours = and_(lanes.c.locked_by == relay, _fence(held))
+    connection.execute(update(lanes).where(ours).values(locked_until=alive["expires_at"]))
+    kept = connection.execute(select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours)).all()
+    known = {LaneName(route, shard): trouble for route, shard, trouble in kept}
+    _record_troubles(connection, known, troubles)
+    return frozenset(known)
+
+
+def _record_troubles(
+    connection: Connection, known: Mapping[LaneName, str | None], troubles: Mapping[LaneName, Trouble]
+) -> None:
+    over = [name for name, trouble in known.items() if trouble is not None and name not in troubles]
+    if over:
+        connection.execute(update(lanes).where(_among(lanes, over)).values(trouble=None, trouble_until=None))
+    for name, trouble in troubles.items():
+        if name in known:
+            until = None if trouble.seconds is None else from_now(trouble.seconds)
+            connection.execute(
+                update(lanes).where(_among(lanes, [name])).values(trouble=trouble.reason, trouble_until=until)
+            )
+
+
+def _release(connection: Connection, relay: str, held: Sequence[Lane], leaving: bool) -> None:
+    if held:
+        connection.execute(
+            update(lanes)
+            .where(_fence(held))
+            .values(token=None, locked_by=None, locked_until=None, trouble=None, trouble_until=None)
+        )
+    if leaving:
+        connection.execute(delete(relays).where(relays.c.name == relay))
+        _forget_the_dead(connection)
+
+
+def _fence(held: Sequence[Lane]) -> ColumnElement[bool]:
+    return tuple_(lanes.c.route, lanes.c.shard, lanes.c.epoch, lanes.c.token).in_(
+        [(lane.route.id, lane.shard, lane.epoch, lane.token) for lane in held]
+    )
+
+
+def _forget_the_dead(connection: Connection) -> None:
+    connection.execute(delete(relays).where(relays.c.expires_at < from_now(-_FORGET_AFTER_SECONDS)))
+
+
+def _listed(numbers: Collection[int] | None) -> str | None:
+    return None if numbers is None else msgspec.json.encode(sorted(numbers)).decode()

@@ -1,0 +1,348 @@
+"""What people do: requests about deliveries, pauses, rates, lanes that are taken away; each with its row in the trail.
+
+Nobody but the owner of a lane changes its deliveries. People write down what they want, and the owner does it with its
+next announcement; a lane without an owner keeps the request until it has one. Every function here runs in a transaction
+of its caller, and what it writes stands or falls with the row in the trail that says who wanted it and why.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, select, update
+
+from ..errors import StoreError
+from ..outbox import Status, stable_hash
+from .inspection import Details, Filter, Summary, conditions_for, deliveries, events, live_relays, route_named
+from .tables import audit, lanes, meta, requests, routes, tenants
+
+
+class Action(StrEnum):
+    """What can be asked for a delivery."""
+
+    REDRIVE = "redrive"
+    """Try it again now, with all its attempts before it."""
+    DISCARD = "discard"
+    """Never send it."""
+    EDIT = "edit"
+    """Send another body in its place, as another event."""
+
+
+ELIGIBLE: Mapping[Action, tuple[Status, ...]] = {
+    Action.REDRIVE: (Status.FAILED, Status.RETRYING),
+    Action.DISCARD: (Status.FAILED, Status.RETRYING, Status.PARKED, Status.PENDING),
+    Action.EDIT: (Status.FAILED, Status.RETRYING),
+}
+"""The deliveries that an action is for. Others are left alone: they are under way, or at their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who does something, and why."""
+
+    who: str
+    reason: str | None = None
+
+
+# -- requests about many deliveries ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The deliveries that a person wants something for: those of these events, if any are named, that match."""
+
+    action: Action
+    wanted: Filter
+    events: tuple[UUID, ...] = ()
+
+    def __str__(self) -> str:
+        named = f"events {', '.join(map(str, self.events))}" if self.events else ""
+        return "; ".join(filter(None, (named, str(self.wanted)))) or "everything"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How far a request about many deliveries has come."""
+
+    audit: int | None = None
+    requested: int = 0
+    first: int = 0
+    last: int = 0
+    """Row ids: it goes on behind the last one."""
+
+
+def count(connection: Connection, selection: Selection) -> tuple[int, int]:
+    """How many deliveries are selected, and how many more are left out because the same was asked for them before."""
+    asked = _is_asked(selection.action)
+    counted = select(asked, func.count()).where(*_conditions(selection)).group_by(asked)
+    found = {bool(before): number for before, number in connection.execute(counted)}
+    return found.get(False, 0), found.get(True, 0)
+
+
+def sample(connection: Connection, selection: Selection, limit: int) -> list[Summary]:
+    """The first deliveries that are selected."""
+    also = (*_conditions(selection), ~_is_asked(selection.action))
+    return deliveries(connection, selection.wanted, after=0, limit=limit, also=also)
+
+
+def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[Status]]:
+    """Of the named events: those that are there, each with the statuses in which its deliveries are left alone."""
+    named = events.c.event_id.in_(selection.events)
+    found: dict[UUID, list[Status]] = {
+        event: [] for event in connection.scalars(select(events.c.event_id).where(named))
+    }
+    matching = conditions_for(replace(selection.wanted, status=None))
+    for event, status in connection.execute(select(events.c.event_id, events.c.status).where(named, *matching)):
+        if status not in ELIGIBLE[selection.action] or selection.wanted.status not in (None, status):
+            found[event].append(Status(status))
+    return found
+
+
+def request(connection: Connection, selection: Selection, author: Author, run: Run, limit: int) -> Run:
+    """Write down the next portion of requests, and count them in the one row of the trail that is about the run.
+
+    The run comes back as it was when nothing is left. A delivery for which the same was asked before, and not yet
+    done, gets no second request, also when two people ask at the same time.
+    """
+    _one_person_at_a_time(connection)
+    page = connection.execute(
+        select(events.c.id, events.c.route, events.c.shard)
+        .where(events.c.id > run.last, *_conditions(selection), ~_is_asked(selection.action))
+        .order_by(events.c.id)
+        .limit(limit)
+    ).all()
+    if not page:
+        return run
+    run = replace(run, requested=run.requested + len(page), first=run.first or page[0].id, last=page[-1].id)
+    details = {"count": run.requested, "filter": _given(selection.wanted), "rows": [run.first, run.last]}
+    if run.audit is None:
+        event = selection.events[0] if len(selection.events) == 1 else None
+        run = replace(
+            run, audit=_record(connection, author, selection.action, str(selection), details=details, event_id=event)
+        )
+    else:
+        counted = update(audit).where(audit.c.id == run.audit)
+        connection.execute(counted.values(details=json.dumps(details)))
+    rows = [
+        {
+            "route": stable_hash(row.route),
+            "shard": row.shard,
+            "row_id": row.id,
+            "action": selection.action,
+            "audit": run.audit,
+        }
+        for row in page
+    ]
+    connection.execute(insert(requests), rows)
+    return run
+
+
+def unserved_requests(connection: Connection, run: Run) -> list[str]:
+    """Routes with requests of this run in lanes that no live relay serves: there they wait."""
+    alive = live_relays(connection)
+    found = (
+        select(routes.c.name, requests.c.shard)
+        .join(requests, requests.c.route == routes.c.id)
+        .where(requests.c.audit == run.audit)
+        .distinct()
+    )
+    lanes_asked = connection.execute(found).all()
+    return sorted({name for name, shard in lanes_asked if not any(relay.serves(name, shard) for relay in alive)})
+
+
+def _conditions(selection: Selection) -> list[ColumnElement[bool]]:
+    conditions = conditions_for(selection.wanted)
+    conditions.append(events.c.status.in_(ELIGIBLE[selection.action]))
+    conditions.append(events.c.route.is_not(None))
+    if selection.events:
+        conditions.append(events.c.event_id.in_(selection.events))
+    return conditions
+
+
+def _is_asked(action: Action) -> ColumnElement[bool]:
+    return exists().where(requests.c.row_id == events.c.id, requests.c.action == action)
+
+
+def _given(wanted: Filter) -> dict[str, Any]:
+    return {name: value for name, value in asdict(wanted).items() if value is not None}
+
+
+# -- another body ------------------------------------------------------------------------------------------------------
+
+
+def edit(
+    connection: Connection, delivery: Details, author: Author, *, old: bytes, new: bytes, event_id: UUID
+) -> int | None:
+    """Ask for another body under a new event id; the number of the row in the trail, which keeps the old body.
+
+    None if an edit of this delivery is waiting already.
+    """
+    _one_person_at_a_time(connection)
+    asked = select(requests.c.id).where(requests.c.row_id == delivery.id, requests.c.action == Action.EDIT)
+    if connection.execute(asked).first() is not None:
+        return None
+    details = {"route": delivery.route, "new_event_id": str(event_id), "old_body": base64.b64encode(old).decode()}
+    target = f"event {delivery.event_id}; route {delivery.route}"
+    entry = _record(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
+    connection.execute(
+        insert(requests).values(
+            route=stable_hash(delivery.route or ""),
+            shard=delivery.shard,
+            row_id=delivery.id,
+            action=Action.EDIT,
+            event_id=event_id,
+            body=new,
+            audit=entry,
+        )
+    )
+    return entry
+
+
+# -- lanes and tenants -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of a route, or one of them."""
+
+    route: str
+    shard: int | None = None
+
+    def __str__(self) -> str:
+        return f"route {self.route}" if self.shard is None else f"lane {self.route}/{self.shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tenant, in all lanes."""
+
+    tenant: str
+
+    def __str__(self) -> str:
+        return f"tenant {self.tenant}"
+
+
+class Handle(StrEnum):
+    """What can be done to lanes and tenants."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    RATE = "rate"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that a person does to lanes or to a tenant."""
+
+    handle: Handle
+    target: Lanes | Tenant
+    rate: float | None = None
+    """Messages per second, for each lane; None lifts the limit."""
+
+
+def find_lanes(connection: Connection, name: str) -> Lanes:
+    """``ROUTE`` or ``ROUTE/SHARD``; the names of routes may have slashes, too. `StoreError` if there is no such."""
+    if route_named(connection, name):
+        return Lanes(name)
+    route, _, shard = name.rpartition("/")
+    if route_named(connection, route) is None or not shard.isdecimal():
+        raise StoreError(f"there is no route or lane {name!r}: see `pillarbox lanes list`")
+    named = Lanes(route, int(shard))
+    if connection.execute(select(lanes.c.shard).where(_in(named))).first() is None:
+        raise StoreError(f"route {route!r} has no lane {shard}")
+    return named
+
+
+def affected(connection: Connection, change: Change) -> int:
+    """How many lanes, or tenants, would not be any more as they are."""
+    if isinstance(change.target, Tenant):
+        row = connection.execute(select(tenants).where(tenants.c.tenant == change.target.tenant)).one_or_none()
+        before = {"paused": False, "rate": None} if row is None else row._mapping
+        return int(any(before[name] != value for name, value in _values(change).items()))
+    return connection.execute(
+        select(func.count()).select_from(lanes).where(*_touched(change, change.target))
+    ).scalar_one()
+
+
+def apply(connection: Connection, change: Change, author: Author) -> tuple[int, int | None]:
+    """Do it; how many lanes or tenants have changed, and the number of the row in the trail. No change, no row."""
+    _one_person_at_a_time(connection)
+    changed = affected(connection, change)
+    if not changed:
+        return 0, None
+    if isinstance(change.target, Tenant):
+        this = tenants.c.tenant == change.target.tenant
+        if connection.execute(select(tenants.c.tenant).where(this)).first() is None:
+            connection.execute(insert(tenants).values(tenant=change.target.tenant))
+        connection.execute(update(tenants).where(this).values(_values(change)))
+    else:
+        values = _values(change)
+        changed = connection.execute(update(lanes).where(*_touched(change, change.target)).values(values)).rowcount
+    details = {"count": changed} | ({"rate": change.rate} if change.handle is Handle.RATE else {})
+    return changed, _record(connection, author, change.handle, str(change.target), details=details)
+
+
+def _in(target: Lanes) -> ColumnElement[bool]:
+    route = lanes.c.route == stable_hash(target.route)
+    return route if target.shard is None else and_(route, lanes.c.shard == target.shard)
+
+
+def _touched(change: Change, target: Lanes) -> tuple[ColumnElement[bool], ...]:
+    differs = {
+        Handle.PAUSE: ~lanes.c.paused,
+        Handle.RESUME: lanes.c.paused,
+        Handle.RATE: lanes.c.rate.is_distinct_from(change.rate),
+        Handle.RELEASE: lanes.c.locked_by.is_not(None),
+    }
+    return _in(target), differs[change.handle]
+
+
+def _values(change: Change) -> dict[str, Any]:
+    if change.handle is Handle.RELEASE:
+        # The next write of its owner finds another epoch, and stops. Without a token nobody else's can pass, either.
+        values = dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
+        return {"epoch": lanes.c.epoch + 1, **values}
+    if change.handle is Handle.RATE:
+        return {"rate": change.rate}
+    return {"paused": change.handle is Handle.PAUSE}
+
+
+# -- small parts -------------------------------------------------------------------------------------------------------
+
+
+def _one_person_at_a_time(connection: Connection) -> None:
+    """People wait for each other, never a relay for them: nothing that a relay or a writer locks is locked here.
+
+    It is the first statement of the transaction, so that what is read after it is what the one before has written.
+    """
+    connection.execute(select(meta.c.id).with_for_update())
+
+
+def _record(
+    connection: Connection,
+    author: Author,
+    action: str,
+    target: str,
+    *,
+    details: Mapping[str, Any],
+    event_id: UUID | None = None,
+) -> int:
+    entry: Any = connection.execute(
+        insert(audit).values(
+            who=author.who,
+            action=action,
+            target=target,
+            event_id=event_id,
+            reason=author.reason,
+            details=json.dumps(details),
+        )
+    )
+    number: int = entry.inserted_primary_key[0]
+    return number

@@ -1,0 +1,16 @@
+"""A pool of one's own on the same database: relays and services must not wait for each other's connections."""
+
+from __future__ import annotations
+
+from sqlalchemy import Engine, StaticPool
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+
+def with_own_pool(engine: AsyncEngine) -> AsyncEngine:
+    """An engine that connects as the given one does, with its own connections. An in-memory SQLite has only one: there
+    it is the engine itself.
+    """
+    given = engine.sync_engine
+    if isinstance(given.pool, StaticPool):
+        return engine
+    return AsyncEngine(Engine(given.pool.recreate(), given.dialect, given.url, hide_parameters=given.hide_parameters))

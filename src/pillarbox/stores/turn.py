@@ -1,0 +1,320 @@
+"""The statements of every turn of a lane, built once.
+
+Two things make them fast. A status is written as a constant, so that the planner knows that the partial indexes of the
+outbox hold all that is asked for; and a subquery that looks for one row orders and limits, so that it is always a probe
+of an index and never a join, whatever the statistics say. Rows are read as the driver gives them: a conversion for each
+column would cost more than everything else that a relay does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Select,
+    Text,
+    and_,
+    any_,
+    bindparam,
+    case,
+    cast,
+    column,
+    func,
+    literal_column,
+    null,
+    or_,
+    select,
+    table,
+    text,
+    true,
+    union_all,
+    update,
+)
+
+from ..outbox import FailurePolicy, Status
+from .columns import from_now
+from .tables import lanes, outbox, requests, routes
+
+_ROUTE = bindparam("lane_route", type_=BigInteger)
+_SHARD = bindparam("lane_shard", type_=Integer)
+_LIMIT = bindparam("limit", type_=Integer)
+_MAX_BYTES = bindparam("max_bytes", type_=BigInteger)
+
+_PARKS = bindparam("parks", type_=Integer) == literal_column("1")
+
+_ROW = ("id", "event_id", "topic", "key", "tenant", "headers", "body", "attempts")
+_raw = table(outbox.name, *(column(name) for name in outbox.c.keys()))  # noqa: SIM118  not a dict
+_OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
+_WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+
+def _is(rows: Any, *statuses: Status) -> ColumnElement[bool]:
+    constants: list[ColumnElement[str]] = [literal_column(f"'{status}'") for status in statuses]
+    found: ColumnElement[bool] = rows.c.status == constants[0] if len(statuses) == 1 else rows.c.status.in_(constants)
+    return found
+
+
+def _unsent(rows: Any) -> ColumnElement[bool]:
+    """Says nothing that the status does not say; but SQLite uses a partial index only if its condition is repeated."""
+    found: ColumnElement[bool] = rows.c.status != literal_column("'SENT'")
+    return found
+
+
+def _mine(rows: Any) -> ColumnElement[bool]:
+    return and_(rows.c.route == _ROUTE, rows.c.shard == _SHARD, _unsent(rows))
+
+
+def _same_key(rows: Any, others: Any) -> ColumnElement[bool]:
+    return and_(rows.c.key == others.c.key, rows.c.tenant.is_not_distinct_from(others.c.tenant))
+
+
+def _due(rows: Any) -> ColumnElement[bool]:
+    return and_(_is(rows, Status.RETRYING), rows.c.available_at <= from_now())
+
+
+def _blocks(rows: Any, parks: ColumnElement[bool] = _PARKS) -> ColumnElement[bool]:
+    """A dead row holds its key up only where the route says so."""
+    return or_(rows.c.status != literal_column("'FAILED'"), parks)
+
+
+def _is_head(rows: Any, parks: ColumnElement[bool] = _PARKS) -> ColumnElement[bool]:
+    """Due, and nothing of its key is before it."""
+    b = _raw.alias("b")
+    before = and_(b.c.route == rows.c.route, b.c.shard == rows.c.shard, _unsent(b), b.c.id < rows.c.id)
+    # The first one of a key is never PARKED, and there may be very many of these.
+    waits = and_(_is(b, *_WAITING), _is(b, Status.RETRYING, Status.FAILED), _blocks(b, parks))
+    blocker = _first(b, before, waits, _same_key(b, rows))
+    return and_(_due(rows), blocker.correlate_except(b).scalar_subquery().is_(None))
+
+
+def _first(rows: Any, *conditions: ColumnElement[bool]) -> Any:
+    return select(rows.c.id).where(*conditions).order_by(rows.c.id).limit(literal_column("1"))
+
+
+def among(
+    row_ids: ColumnElement[int], postgres: bool, ids: Sequence[int] | None = None, name: str = "ids"
+) -> ColumnElement[bool]:
+    """One of these ids, or of a parameter. An array keeps the text the same, however many they are."""
+    if postgres:
+        return row_ids == any_(bindparam(name if ids is None else None, ids, type_=ARRAY(BigInteger)))
+    return row_ids.in_(bindparam(name, expanding=True) if ids is None else ids)
+
+
+UNSENT = _unsent(outbox)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a poll asks."""
+
+    fresh: Any
+    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1."""
+    heads: Any
+    """Rows that are due and the first of their key."""
+    followers: Any
+    """The waiting rows of a key behind a row of it, then their status and whether they are due."""
+
+
+@cache
+def reads(postgres: bool, *, sending: bool, paused: bool) -> Reads:
+    """The statements for a kind of database, with or without rows that are on their way and paused tenants."""
+    o = _raw.alias("o")
+    columns = _columns(o, postgres)
+    allowed = _mine(o)
+    if sending:
+        allowed = and_(allowed, ~among(o.c.id, postgres, name="sending"))
+    if paused:
+        names = bindparam("paused", expanding=True, type_=outbox.c.tenant.type)
+        allowed = and_(allowed, or_(o.c.tenant.is_(None), o.c.tenant.not_in(names)))
+    fresh = _page(o, columns, and_(allowed, _is(o, Status.PENDING)), postgres)
+    feasible = and_(ASKED, ~among(requests.c.row_id, postgres, name="sending")) if sending else ASKED
+    asked = select(requests.c.id).where(feasible).order_by(requests.c.id).limit(_LIMIT).subquery("asked")
+    behind = and_(
+        _mine(o),
+        _is(o, *_WAITING),
+        o.c.key == bindparam("key", type_=outbox.c.key.type),
+        o.c.tenant.is_not_distinct_from(bindparam("tenant", type_=outbox.c.tenant.type)),
+        o.c.id > bindparam("after", type_=BigInteger),
+        _blocks(o),
+    )
+    return Reads(
+        fresh=union_all(
+            fresh.add_columns(literal_column("0").label("is_request")),
+            select(asked.c.id, *(null() for _ in _ROW[1:]), literal_column("1")),
+        ),
+        heads=_page(o, columns, and_(allowed, _is_head(o)), postgres),
+        followers=_page(o, [*columns, o.c.status, _due(o).label("due")], behind, postgres),
+    )
+
+
+def _columns(rows: Any, postgres: bool) -> list[Any]:
+    # As text, the headers of PostgreSQL's drivers need no detour through a decoder of theirs.
+    as_text = {"headers": cast(rows.c.headers, Text).label("headers")} if postgres else {}
+    return [as_text.get(name, rows.c[name]) for name in _ROW]
+
+
+def _page(o: Any, columns: Sequence[Any], found: ColumnElement[bool], postgres: bool) -> Select[Any]:
+    """Rows in the order of their ids, as many as both limits allow, but at least one."""
+    if postgres:  # it carries pointers to large bodies about, not the bodies
+        page = select(*columns).where(found).order_by(o.c.id).limit(_LIMIT).subquery("page")
+        total = func.sum(func.length(page.c.body)).over(order_by=page.c.id)
+        sized = select(page, func.length(page.c.body).label("size"), total.label("total")).subquery("sized")
+        return select(*(sized.c[name] for name in page.c.keys())).where(_fits(sized))  # noqa: SIM118  not a dict
+    sizes = select(o.c.id, func.length(o.c.body).label("size")).where(found).order_by(o.c.id).limit(_LIMIT)
+    page = sizes.subquery("page")
+    sized = select(page, func.sum(page.c.size).over(order_by=page.c.id).label("total")).subquery("sized")
+    return select(*columns).select_from(o.join(sized, sized.c.id == o.c.id)).where(_fits(sized))
+
+
+def _fits(sized: Any) -> ColumnElement[bool]:
+    return or_(sized.c.total <= _MAX_BYTES, sized.c.total == sized.c.size)
+
+
+# -- people's requests, and what is to do at all -----------------------------------------------------------------------
+
+
+ASKED = and_(requests.c.route == _ROUTE, requests.c.shard == _SHARD)
+"""The requests of a lane. Those for rows that are on their way wait."""
+
+
+def _ready() -> Select[Any]:
+    o = _raw.alias("o")
+    here = and_(o.c.route == lanes.c.route, o.c.shard == lanes.c.shard, _unsent(o))
+    asked = select(requests.c.id).where(requests.c.route == lanes.c.route, requests.c.shard == lanes.c.shard)
+    reasons = (
+        _first(o, here, _is(o, Status.PENDING)),
+        _first(o, here, _is_head(o, routes.c.on_failure == literal_column(f"'{FailurePolicy.PARK}'"))),
+        asked.order_by(requests.c.id).limit(literal_column("1")),
+    )
+    something = [reason.correlate(lanes, routes).scalar_subquery().is_not(None) for reason in reasons]
+    found = select(lanes.c.route, lanes.c.shard).join(routes, routes.c.id == lanes.c.route)
+    return found.where(
+        lanes.c.route.in_(bindparam("routes", expanding=True)),
+        ~lanes.c.paused,
+        or_(lanes.c.announced.is_not(None), *something),
+    )
+
+
+READY = _ready()
+READY_HERE = READY.where(lanes.c.locked_by == bindparam("relay"), lanes.c.locked_until > from_now())
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def _named(dialect: str, rows: Any, columns: Sequence[Any], statuses: Iterable[Status]) -> Select[Any]:
+    """The rows ``ids`` that have one of these statuses.
+
+    On PostgreSQL a probe for each id and status: without statistics, a list of statuses is planned as a walk through
+    the whole lane.
+    """
+    if dialect != "postgresql":
+        return select(*columns).where(_mine(rows), _is(rows, *statuses), among(rows.c.id, False))
+    i = func.unnest(bindparam("ids", type_=ARRAY(BigInteger))).table_valued("id", name="i").render_derived()
+    listed = ", ".join(f"'{status}'" for status in statuses)
+    s = func.unnest(literal_column(f"ARRAY[{listed}]")).table_valued("status", name="s").render_derived()
+    probe = select(*columns).where(_mine(rows), rows.c.status == s.c.status, rows.c.id == i.c.id)
+    found = probe.order_by(rows.c.id).limit(literal_column("1")).lateral("found")
+    return select(*found.c).select_from(i.join(s, true()).join(found, true()))
+
+
+@cache
+def items(dialect: str) -> Select[Any]:
+    """The rows of a batch, by their ids."""
+    return _named(dialect, _raw, _columns(_raw, dialect == "postgresql"), _OPEN)
+
+
+@cache
+def waited(dialect: str) -> Select[Any]:
+    """Those of the rows ``ids`` that wait for another try."""
+    columns = [outbox.c[name] for name in ("id", "status", "tenant", "key")]
+    return _named(dialect, outbox, columns, (Status.RETRYING, Status.PARKED))
+
+
+BY_ID = (
+    update(outbox)
+    .with_hint("FORCE INDEX (PRIMARY)", dialect_name="mysql")
+    .with_hint("FORCE INDEX (PRIMARY)", dialect_name="mariadb")
+)
+"""An update of rows that are named by their ids. InnoDB locks all rows that it looks at, and waits for those that
+business transactions have just written: it must look at no others than it changes."""
+
+# The number of an item is its place in the send order, so ids and numbers go in as pairs. On PostgreSQL a join with
+# them would be planned by guess, as a loop over all pairs for each row; so a row looks its number up in a sorted array.
+# One status and bounds on the id keep it to the page, even if the planner searches the index by nothing else.
+_POSTGRES = """
+    UPDATE pillarbox_outbox
+    SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL, batch = :lane_batch,
+        number = (CAST(:numbers AS bigint[]))[width_bucket(id, CAST(:ids AS bigint[]))]
+    WHERE route = :lane_route AND shard = :lane_shard AND status = '{}'
+      AND id BETWEEN :low AND :high AND id = ANY(CAST(:ids AS bigint[]))
+"""
+_MYSQL = text("""
+    UPDATE JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$[0]', number BIGINT PATH '$[1]')) t
+    STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
+    SET o.status = 'SENT', o.sent_at = UTC_TIMESTAMP(6), o.available_at = NULL, o.batch = :lane_batch,
+        o.number = t.number
+    WHERE o.route = :lane_route AND o.shard = :lane_shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')
+""")
+_SQLITE = text("""
+    UPDATE pillarbox_outbox
+    SET status = 'SENT', sent_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), available_at = NULL, batch = :lane_batch,
+        number = json_extract(t.value, '$[1]')
+    FROM json_each(:pairs) AS t
+    WHERE pillarbox_outbox.id = json_extract(t.value, '$[0]')
+      AND route = :lane_route AND shard = :lane_shard AND status IN ('PENDING', 'RETRYING', 'PARKED')
+""")
+SENT = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
+SENT_FROM = {status: text(_POSTGRES.format(status)) for status in _OPEN}
+
+# A turn without failures on PostgreSQL, in one statement. What comes after the fence asks whether it let us through.
+_FENCE = """
+    UPDATE pillarbox_lanes
+    SET batch = :next_batch, next_number = :next_number, announced = :announced, announced_low = :announced_low,
+        announced_high = :announced_high, tries = 0
+    WHERE route = :lane_route AND shard = :lane_shard
+      AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :lane_batch
+    RETURNING 1
+"""
+ANNOUNCE = text(_FENCE)
+SETTLE_AND_ANNOUNCE = text(
+    f"""
+    WITH fence AS ({_FENCE}), sent AS ({SENT_FROM[Status.PENDING].text} AND EXISTS (SELECT FROM fence) RETURNING 1)
+    SELECT count(*) FROM fence HAVING count(*) = 1
+    """  # noqa: S608  constants
+)
+
+
+# -- who is first ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def firsts(dialect: str, *, gone: bool) -> Any:
+    """For the keys of the rows ``ids``: the first row that later ones must not overtake, and whether it is PARKED. Rows
+    that are about to be marked as sent are not counted.
+    """
+    t, w = outbox.alias("t"), outbox.alias("w")
+    unsent = [status for status in Status if status is not Status.SENT]
+    keys = _named(dialect, t, [t.c.tenant, t.c.key], unsent).distinct().subquery("k")
+    same = and_(_mine(w), _is(w, *_WAITING), _same_key(w, keys), _blocks(w))
+    if gone:
+        same = and_(same, ~among(w.c.id, dialect == "postgresql", name="gone"))
+    if dialect in ("postgresql", "sqlite"):  # an index of the waiting rows leads to the first one of each key
+        first = _first(w, same).correlate(keys)
+        return select(keys, first.scalar_subquery(), first.with_only_columns(_is(w, Status.PARKED)).scalar_subquery())
+    first_id, first_parked = func.min(w.c.id), func.min(case((_is(w, Status.PARKED), w.c.id)))
+    found = select(keys.c.tenant, keys.c.key, first_id, first_id == first_parked).outerjoin_from(keys, w, same)
+    return found.group_by(keys.c.tenant, keys.c.key)

@@ -1,0 +1,102 @@
+"""Whether a destination rejects everything: then it is the destination's fault, and no message's.
+
+A missing right or a wrong schema makes a broker reject every message, and each rejection looks like the message's own
+fault; a million deliveries would be dead in minutes. So rejections are counted per destination and topic, over all
+lanes of a relay: twenty different keys without a success between them, or three if the topic never took anything from
+this relay, and these lanes stop. Attempts are taken back, and one row at a time is tried until one is accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import clock
+from .outbox import Failure, Key, Lane, LaneName, Row
+from .retry import RetryPolicy
+
+logger = logging.getLogger("pillarbox")
+
+MANY_KEYS = 20
+FEW_KEYS = 3
+PROBES = RetryPolicy(base=1.0, cap=30.0, attempts=1)
+
+
+@dataclass(slots=True)
+class Place:
+    """A topic of a destination, and how it has treated us since its last success."""
+
+    name: tuple[str, str]
+    has_accepted: bool = False
+    keys: set[Key] = field(default_factory=set)
+    attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
+    """Per lane the rejected rows, with the attempts that they had before."""
+    lanes: set[LaneName] = field(default_factory=set)
+    blocked: bool = False
+    reason: str = ""
+    probes: int = 0
+    next_probe: float = 0.0
+
+
+class Suspicion:
+    """What one relay has seen of its destinations."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self._draw = draw
+        self._places: dict[tuple[str, str], Place] = {}
+
+    def accepted(self, lane: Lane, topic: str) -> None:
+        """The topic takes messages: whatever was rejected was rejected for its own sake."""
+        place = self._place(lane, topic)
+        if place.blocked:
+            logger.warning("%s takes messages again", " ".join(place.name))
+        place.has_accepted, place.blocked, place.probes = True, False, 0
+        place.keys.clear()
+        place.attempts.clear()
+
+    def rejected(self, lane: Lane, row: Row, reason: str) -> bool:
+        """Count a rejection. True: it is the destination's fault, and not an attempt of this row."""
+        place = self._place(lane, row.topic)
+        place.keys.add(row.order_key)
+        place.lanes.add(lane.name)
+        place.reason = reason
+        place.attempts.setdefault(lane.name, {}).setdefault(row.id, row.attempts)
+        if not place.blocked and len(place.keys) >= (MANY_KEYS if place.has_accepted else FEW_KEYS):
+            place.blocked = True
+            self.probe(place)
+            logger.error(
+                "%s rejects everything (%d different keys, %s): its lanes stop, and no attempt is counted",
+                " ".join(place.name),
+                len(place.keys),
+                reason,
+            )
+        if place.blocked:
+            place.attempts[lane.name].pop(row.id, None)
+        return place.blocked
+
+    def blocking(self, lane: Lane) -> Place | None:
+        """The place that keeps this lane from going on."""
+        for place in self._places.values():
+            if place.blocked and lane.name in place.lanes:
+                return place
+        return None
+
+    def probe(self, place: Place) -> None:
+        """Somebody tries one row now: the next try comes later."""
+        place.probes += 1
+        wait = PROBES.ceiling(place.probes) * (0.5 + self._draw() / 2)
+        place.next_probe = clock.current().monotonic() + wait
+
+    def give_back(self, lane: Lane) -> list[Failure]:
+        """Attempts that were counted before we knew better."""
+        return [
+            Failure(row, attempts, None, 0.0)
+            for place in self._places.values()
+            if place.blocked
+            for row, attempts in place.attempts.pop(lane.name, {}).items()
+        ]
+
+    def _place(self, lane: Lane, topic: str) -> Place:
+        name = (lane.route.destination, topic)
+        return self._places.setdefault(name, Place(name))

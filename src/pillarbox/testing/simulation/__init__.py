@@ -1,0 +1,13 @@
+"""The shipped relay, lane and bus code in a world of virtual time, chance and faults.
+
+    python -m pillarbox.testing.simulation --seeds 50000
+
+A seed decides everything: who writes what and when, how long each call takes, what gets lost, who dies. Relays, lanes
+and the bus are the shipped code; the store is `stores.memory`, the brokers and the network are made up here. After the
+faults have stopped all that was committed must arrive, and `checker` compares what arrived with the ledger. The same
+seed gives the same trace.
+"""
+
+from .world import Result, World, simulate
+
+__all__ = ["Result", "World", "simulate"]

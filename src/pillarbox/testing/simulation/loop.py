@@ -1,0 +1,152 @@
+"""Virtual time: an event loop that never waits, and lives that can be stopped or ended between any two steps.
+
+Whatever runs in the context of a `Life` belongs to it, with all its timers. A life that is paused runs nothing until it
+goes on, and then everything at once, as a process does after SIGSTOP; one that has ended never runs again, and none of
+its cleanup either, as after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from ... import clock
+
+_Step = tuple["Life | None", asyncio.Handle]
+
+_life: ContextVar[Life | None] = ContextVar("pillarbox_life", default=None)
+
+START = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+class Life:
+    """A process, as the loop sees it."""
+
+    def __init__(self, name: str, own_clock: SimulatedClock) -> None:
+        self.name = name
+        self.clock = own_clock
+        self.relay: Any = None
+        self.alive = True
+        self.paused_at: float | None = None
+        self.missed: list[_Step] = []
+
+    def context(self) -> Context:
+        """A context whose steps belong to this life."""
+        context = copy_context()
+        context.run(_life.set, self)
+        context.run(clock._current.set, self.clock)
+        return context
+
+
+class SimulatedClock:
+    """A clock over virtual time. The time of day may jump; what `monotonic` says never does."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, draw: random.Random, offset: float = 0.0) -> None:
+        self._loop = loop
+        self._draw = draw
+        self.offset = offset
+        self._last = 0
+        self.jump = 0.0
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self._loop.time() + self.offset + self.jump)
+
+    def monotonic(self) -> float:
+        return self._loop.time() + self.offset
+
+    def new_id(self) -> UUID:
+        self._last = max(int(self.now().timestamp() * 1000) << 12, self._last + 1)
+        return clock.uuid7(self._last, self._draw.getrandbits(62))
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """Runs what is ready; when nothing is, it is later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._count = 0
+        self._steps: deque[_Step] = deque()
+        self._timers: list[tuple[float, int, Life | None, asyncio.TimerHandle]] = []
+        self._tasks: list[tuple[asyncio.Task[Any], Context]] = []  # those of the dead, too, whom nobody else remembers
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        context = context or copy_context()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._steps.append((context.get(_life), handle))
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        context = context or copy_context()
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, context.get(_life), handle))
+        return handle
+
+    def pause(self, life: Life) -> None:
+        """Run nothing of it any more."""
+        if life.paused_at is None:
+            life.paused_at = self._now
+
+    def go_on(self, life: Life) -> None:
+        """Run all that it has missed."""
+        life.paused_at = None
+        self._steps.extend(life.missed)
+        life.missed.clear()
+
+    def _run_once(self) -> None:
+        steps, timers = self._steps, self._timers
+        if not steps:
+            self._now = max(self._now, timers[0][0])  # without a timer nothing would ever happen again
+        while timers and timers[0][0] <= self._now:
+            _, _, life, timer = heapq.heappop(timers)
+            steps.append((life, timer))
+        for _ in range(len(steps)):
+            life, handle = step = steps.popleft()
+            if handle.cancelled() or (life is not None and not life.alive):
+                continue
+            if life is None or life.paused_at is None:
+                handle._run()
+            else:
+                life.missed.append(step)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What nobody has caught is not a matter for a log."""
+        raise RuntimeError(context["message"]) from context.get("exception")
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+        context = context or copy_context()
+        task = super().create_task(coro, name=name, context=context)
+        self._tasks.append((task, context))
+        return task
+
+    def close(self) -> None:
+        """Take everything apart that has not come to its end, without a word about it."""
+        for task, context in self._tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                context.run(_close, task.get_coro())
+        super().close()
+
+
+def _close(coroutine: Any) -> None:
+    for _ in range(20):  # cleanup that awaits does not end at once
+        try:
+            coroutine.close()
+            return
+        except RuntimeError:
+            continue

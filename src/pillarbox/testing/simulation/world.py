@@ -1,0 +1,321 @@
+"""A world: writers, people, relays, brokers, and what happens to them. A seed decides all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any, cast
+from uuid import UUID
+
+from ... import clock
+from ...bus import Bus
+from ...doorbell import Doorbell
+from ...outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
+from ...relay import Pacing, Relay, RelayStore
+from ...retry import RetryPolicy
+from ...transport import Message
+from .brokers import Broker, BrokerPublisher, NumberedBroker, event_of
+from .checker import Entry, Identity, Ledger, check
+from .fate import Fate
+from .loop import Life, SimulatedClock, SimulatedLoop
+from .store import SimulatedStore, Watch
+from .wire import Chaos, Wire
+from .writers import Writers
+
+LEASE = 5.0
+HANDLER = "handler"
+ACTIVE = 15.0
+"""Seconds in which things go wrong."""
+PATIENCE = 400.0
+"""Seconds after that in which all that was committed must arrive."""
+
+
+@dataclass
+class Result:
+    """What became of a seed."""
+
+    seed: int
+    violations: list[str]
+    faults: Counter[str]
+    seconds: float
+    """Of virtual time."""
+    calls: int
+    trace: list[tuple[Any, ...]] = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """The same for the same seed."""
+        return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
+
+
+class StorePort:
+    """The store, as one process sees it: at the other end of a wire."""
+
+    def __init__(self, wire: Wire, perform: Callable[[str, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        self._wire = wire
+        self._perform = perform
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
+            return await self._wire.ask(name, lambda reply: reply(self._perform(name, args, options)))
+
+        return call
+
+
+class SimulatedCarrier:
+    """Brings rings from process to process, if it works."""
+
+    def __init__(self, world: World, life: Life) -> None:
+        self.works = world.draw.random() < 0.8
+        self._world = world
+        self._life = life
+
+    async def carry(self, lanes: Collection[LaneName]) -> None:
+        self._world.ring(lanes)
+
+    async def listen(self, hearer: Callable[[Collection[LaneName]], object]) -> None:
+        self._world.hearers[self._life] = (copy_context(), hearer)
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class World:
+    """Everything that a seed stands for. ``numbered`` and ``failover`` leave less to chance."""
+
+    shards = 2
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        numbered: bool | None = None,
+        failover: bool | None = None,
+        crash_at: tuple[int, str] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.draw = random.Random(seed)  # noqa: S311  it is to be repeated
+        self.loop = SimulatedLoop()
+        self.database_clock = SimulatedClock(self.loop, self.draw, 1_000.0)
+        outside = copy_context()
+        outside.run(clock._current.set, self.database_clock)
+        self.chaos = Chaos(self.loop, self.draw, outside, self.kill, self.pause)
+        self.chaos.crash_at = crash_at
+        self.violations: list[str] = []
+        self.ledger = Ledger()
+        self.failover = seed % 10 == 7 if failover is None else failover
+        numbered = self.draw.random() < 0.6 if numbered is None else numbered
+        self.broker: Broker = NumberedBroker(self.chaos) if numbered else Broker(self.chaos)
+        self.handlers = Broker(self.chaos)
+        self.routes = self._routes()
+        self.everything_once = numbered and all(route.destination != BUS for route in self.routes)
+        self.store = SimulatedStore(shards=self.shards, draw_token=self.new_id)
+        self.store.register(None, self.routes)
+        self.producers = {
+            f"memory/{route.name}/{shard}": LaneName(route.id, shard)
+            for route in self.routes
+            for shard in range(self.shards)
+        }
+        self.store_away = False
+        self.cut_off: set[Life] = set()
+        self.disconnected: set[Life] = set()
+        self.watch = Watch(self)
+        self.writers = Writers(self)
+        self.fate = Fate(self)
+        self.living: list[Life] = []
+        self.hearers: dict[Life, tuple[Context, Callable[[Collection[LaneName]], object]]] = {}
+        self._births = 0
+
+    def _routes(self) -> list[RouteRecord]:
+        retry = RetryPolicy(base=1.0, cap=4.0, attempts=3)
+        routes = [
+            RouteRecord("park", "broker", "park", 1, FailurePolicy.PARK, retry),
+            RouteRecord("skip", "broker", "skip", 1, FailurePolicy.SKIP, retry),
+        ]
+        if self.draw.random() < 0.3:
+            routes[self.draw.randrange(2)] = RouteRecord("bus", BUS, HANDLER, 1, FailurePolicy.PARK, retry)
+        return routes
+
+    def new_id(self) -> UUID:
+        """Unlike any other, and the same for the same seed."""
+        return UUID(int=self.draw.getrandbits(128))
+
+    # -- its course ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Let it happen."""
+        logger = logging.getLogger("pillarbox")
+        was, logger.disabled = logger.disabled, True  # it would have much to say
+        try:
+            self.chaos.outside.copy().run(self.loop.run_until_complete, self._happen())
+        finally:
+            for life in self.living:
+                life.alive = False
+            self.loop.close()
+            logger.disabled = was
+        return Result(
+            self.seed, self.violations, self.chaos.happened, self.loop.time(), self.chaos.calls, self.chaos.trace
+        )
+
+    async def _happen(self) -> None:
+        self.chaos.rate = self.draw.choice((0.0, 0.02, 0.05, 0.1))
+        self.writers.plan(ACTIVE)
+        self.fate.plan(ACTIVE)
+        for _ in range(self.draw.choice((1, 2, 2, 3))):
+            self.chaos.later(self.chaos.between(0, 3), self.start)
+        await asyncio.sleep(ACTIVE)
+        self.fate.relent()
+        until = self.loop.time() + PATIENCE
+        while unfinished := self._unfinished():
+            if self.loop.time() > until:
+                self.violations += unfinished
+                break
+            self.fate.look_at_the_dead()
+            await asyncio.sleep(1.0)
+        self._judge()
+
+    def _unfinished(self) -> list[str]:
+        """What has not found its end. A lane that halts because the database went back in time is right to do so."""
+        if self.writers.open:
+            return ["a transaction is open"]
+        return [
+            f"I9 liveness: row {stored.id} is {stored.status}, and its lane has {self.store.trouble_of(stored.lane)}"
+            for stored in self.store.rows()
+            if stored.status not in (Status.SENT, Status.DISCARDED)
+            and not (self.failover and self.store.is_halted(stored.lane))
+        ]
+
+    def _judge(self) -> None:
+        self.ledger.may_be_missing |= {
+            self.identity(stored.row) for stored in self.store.rows() if stored.status is not Status.SENT
+        }
+        topics = {
+            topic: [_entry(message) for message in messages]
+            for broker in (self.broker, self.handlers)
+            for topic, messages in broker.topics.items()
+        }
+        self.violations += check(self.ledger, topics, once=self.broker.topics if self.broker.numbered else ())
+
+    # -- what is known about a delivery --------------------------------------------------------------------------------
+
+    def identity(self, row: Row) -> Identity:
+        """The event as it was committed, whatever a person has made of it."""
+        for identity, new in self.ledger.edited.items():
+            if new.identity == (row.topic, row.event_id):
+                return identity
+        return row.topic, row.event_id
+
+    def has_arrived(self, row: Row) -> bool:
+        """Whether it is on its topic."""
+        messages = [*self.broker.topics.get(row.topic, ()), *self.handlers.topics.get(row.topic, ())]
+        return any(event_of(message) == row.headers["event_id"] for message in messages)
+
+    def rejections(self, event: str) -> int:
+        """How often an event was rejected, wherever it went."""
+        return self.broker.rejections[event] + self.handlers.rejections[event]
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a relay process."""
+        self._births += 1
+        life = Life(f"relay-{self._births}", SimulatedClock(self.loop, self.draw, self.chaos.between(0, 10_000)))
+        self.living.append(life)
+        life.context().run(self._begin, life)
+
+    def _begin(self, life: Life) -> None:
+        wire = Wire(self.chaos, life)
+        life.relay = Relay(
+            cast(RelayStore, StorePort(wire, lambda *call: self._in_store(life, *call))),
+            {
+                "broker": BrokerPublisher(self.broker, wire, life, self.watch.sending),
+                f"{BUS}:{HANDLER}": Bus({HANDLER: self._handler(wire, life)}, lambda message: message),
+            },
+            name=life.name,
+            pacing=Pacing(lease=LEASE, batch=self.draw.choice((2, 4, 8)), look=4.0, grace=6.0),
+            bell=Doorbell(SimulatedCarrier(self, life)) if self.draw.random() < 0.8 else None,
+            draw=self.draw.random,
+        )
+        manner = self.draw.choice(("run",) * 8 + ("drain", "run_once"))
+        self.chaos.note(life.name, "starts", manner)
+        self.loop.create_task(self._live(life, manner))
+
+    async def _live(self, life: Life, manner: str) -> None:
+        try:
+            await getattr(life.relay, manner)()
+        except Exception as error:
+            if manner == "run" and life.alive:
+                self.violations.append(f"H93 silence: {life.name} ended with {error!r}")
+        self.kill(life)
+
+    def kill(self, life: Life) -> None:
+        """End a process, at this very moment. Another one will take its place."""
+        if life.alive:
+            self.chaos.note(life.name, "ends")
+            life.alive = False
+            self.living.remove(life)
+            self.hearers.pop(life, None)
+            self.chaos.later(self.chaos.between(0.1, 6), self.start)
+
+    def pause(self, life: Life, seconds: float) -> None:
+        """Stop a process for a while."""
+        if life.alive and life.paused_at is None:
+            self.chaos.note(life.name, "sleeps")
+            self.loop.pause(life)
+            self.chaos.later(seconds, self.loop.go_on, life)
+
+    def _handler(self, wire: Wire, life: Life) -> Callable[[Message], Any]:
+        async def handle(message: Message) -> None:
+            try:
+                await wire.ask("handle", lambda reply: self.handlers.handle(life, message, reply))
+            except Exception:
+                self.handlers.rejections[event_of(message)] += 1
+                raise
+
+        return handle
+
+    def ring(self, lanes: Collection[LaneName]) -> None:
+        """Tell everybody, as far as it arrives."""
+        for context, hearer in [*self.hearers.values()]:
+            if self.draw.random() < 0.8:
+                self.loop.call_later(self.draw.random() * 0.01, hearer, lanes, context=context)
+
+    def _in_store(self, life: Life, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """A call has arrived at the store."""
+        result: Any
+        if self.store_away or life in self.cut_off or life in self.disconnected:
+            self.disconnected.discard(life)
+            return ConnectionError("the database is away")
+        try:
+            with self.watch.over(name, args, options):
+                result = _run_now(getattr(self.store, name)(*args, **options))
+        except Exception as error:
+            result = error
+        self.chaos.note(life.name, name, *args, options, result)
+        return result
+
+
+def simulate(seed: int, **options: Any) -> Result:
+    """Run one seed."""
+    return World(seed, **options).run()
+
+
+def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a store in memory does not wait")
+
+
+def _entry(message: Message) -> Entry:
+    headers = message.headers
+    return Entry(message.topic, headers.get("tenant_id"), message.key, UUID(headers["event_id"]), message.body)

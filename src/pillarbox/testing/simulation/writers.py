@@ -1,0 +1,98 @@
+"""Those who write: transactions that overlap, commit late with low ids, or roll back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from ...outbox import BUS, Delivery, Key, LaneName, RouteRecord, stable_hash
+from .brokers import FOR_EVER, UNSENDABLE
+from .checker import Entry
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+@dataclass(eq=False)
+class Transaction:
+    """Rows that have ids and are not visible yet. Its keys are locked: so their order is the order of commits."""
+
+    ids: list[int]
+    deliveries: list[Delivery]
+    keys: set[Key]
+
+
+class Writers:
+    """A service that writes to the outbox."""
+
+    def __init__(self, world: World) -> None:
+        draw = world.draw
+        count = draw.choice((1, 3, 3, 5, 25))
+        self._world = world
+        self._keys = [Key(draw.choice((None, "one", "two")), f"k{number * 2 // 3}") for number in range(count)]
+        self._topics = draw.choice((1, 1, 2))
+        self.deadly = draw.random() < 0.1
+        """Whether there are events that kill whoever sends them."""
+        self.open: list[Transaction] = []
+
+    def plan(self, seconds: float) -> None:
+        """Decide who writes when."""
+        chaos = self._world.chaos
+        for _ in range(chaos.draw.randrange(8, 20)):
+            chaos.later(chaos.between(0, seconds), self._begin)
+
+    def _begin(self) -> None:
+        chaos, draw = self._world.chaos, self._world.draw
+        locked = {key for transaction in self.open for key in transaction.keys}
+        free = [key for key in self._keys if key not in locked]
+        keys = [draw.choice(free) for _ in range(draw.choice((1, 1, 2, 4)))] if free else []
+        deliveries = [delivery for key in keys for delivery in self._event(key)]
+        transaction = Transaction(self._world.store.reserve(len(deliveries)), deliveries, set(keys))
+        self.open.append(transaction)
+        chaos.later(draw.choice((0.0, chaos.between(0, 4))), self._end, transaction, draw.random() < 0.15)
+
+    def _event(self, key: Key) -> list[Delivery]:
+        world, draw = self._world, self._world.draw
+        event_id = world.new_id()
+        body = b"x" * 70_000 if draw.random() < 0.02 else event_id.bytes
+        if draw.random() < 0.02:
+            body = UNSENDABLE + body
+        for broker in (world.broker, world.handlers):
+            if draw.random() < 0.1:
+                broker.refusals[str(event_id)] = draw.choice((1, 2, 3, FOR_EVER))
+            if self.deadly and draw.random() < 0.1:
+                broker.deadly.add(str(event_id))
+        routes = [route for route in world.routes if draw.random() < 0.7] or world.routes[:1]
+        return [self._delivery(event_id, route, key, body) for route in routes]
+
+    def _delivery(self, event_id: UUID, route: RouteRecord, key: Key, body: bytes) -> Delivery:
+        place = stable_hash(key.key)
+        return Delivery(
+            event_id=event_id,
+            event_type="simulated",
+            route=route.id,
+            shard=place % self._world.shards,
+            schema_version=1,
+            topic=route.topic if route.destination == BUS else f"{route.topic}-{place // 2 % self._topics}",
+            key=key.key,
+            tenant=key.tenant,
+            headers={"event_id": str(event_id)} | ({"tenant_id": key.tenant} if key.tenant else {}),
+            body=body,
+        )
+
+    def _end(self, transaction: Transaction, rolls_back: bool) -> None:
+        if transaction in self.open:
+            self.open.remove(transaction)
+            if not rolls_back:
+                self.commit(transaction)
+
+    def commit(self, transaction: Transaction) -> None:
+        """Put rows into the outbox and into the ledger."""
+        world = self._world
+        world.chaos.note("commit", transaction.ids)
+        world.store.commit(transaction.ids, transaction.deliveries)
+        world.ledger.committed += [
+            Entry(it.topic, it.tenant, it.key, it.event_id, it.body) for it in transaction.deliveries
+        ]
+        world.ring({LaneName(it.route, it.shard) for it in transaction.deliveries})

@@ -1,0 +1,441 @@
+"""``pillarbox relay`` as it is run: real processes, which are told to stop, killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pillarbox import IntegrationEvent, Pillarbox, Route
+from pillarbox.cli import run
+from pillarbox.cli.output import Exit
+from pillarbox.cli.relay import _answering
+from pillarbox.relay import Relay
+from pillarbox.stores.memory import MemoryStore
+from pillarbox.transports.logging import LoggingTransport
+from tests.relays import running, soon
+from tests.servers import Database, wait_until
+
+PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
+LEASE = 1.0
+
+SHOP = '''
+"""A service with a broker of its own: a file. What is being sent waits there while a file called "hold" exists."""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from pillarbox import Pillarbox
+from pillarbox.transport import Capabilities, Outcome
+
+
+class FileTransport:
+    capabilities = Capabilities(max_messages=1)
+
+    def preflight(self, message):
+        return None
+
+    async def open(self, producer, topics):
+        return {}
+
+    async def send(self, producer, messages):
+        for message in messages:
+            self.note("sending", message)
+            while Path("hold").exists():
+                await asyncio.sleep(0.005)
+            self.note("sent", message)
+        return Outcome(range(len(messages)))
+
+    def note(self, what, message):
+        line = json.dumps([what, message.key, json.loads(message.body)["number"], os.getpid(), time.time()])
+        with open("broker", "a") as file:
+            file.write(line + "\\n")
+
+    async def close(self, producer=None):
+        pass
+
+
+box = Pillarbox(os.environ["SHOP_DATABASE"], transports={"broker": FileTransport()})
+nothing = 1
+'''
+
+
+class Counted(IntegrationEvent, name="tests.relay.counted"):
+    number: int
+
+
+class Note(NamedTuple):
+    """A line in the broker's file."""
+
+    what: str
+    key: str
+    number: int
+    process: int
+    at: float
+
+
+class Town:
+    """A folder with a shop in it, its database, and the relays that were started there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ""
+        self._numbers = 0
+        self._started: list[subprocess.Popen[str]] = []
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PILLARBOX_")}
+        self.environment = kept | {
+            "PILLARBOX_HOME": os.environ["PILLARBOX_HOME"],
+            "PILLARBOX_RELAY__LEASE": str(LEASE),
+        }
+        (folder / "shop.py").write_text(SHOP)
+
+    def use(self, database: Database) -> None:
+        self.url = database.url()
+        self.environment |= {"SHOP_DATABASE": self.url, "PILLARBOX_DATABASE_URL": self.url}
+        asyncio.run(self._publish([]))
+
+    def publish(self, *keys: str) -> None:
+        """Commit one event for each of these keys, with rising numbers."""
+        asyncio.run(self._publish(keys))
+
+    async def _publish(self, keys: Any) -> None:
+        engine = create_async_engine(self.url)
+        route = Route("tests.relay.*", to="broker", topic="counted", name="counted")
+        async with Pillarbox(engine, transports={"broker": LoggingTransport()}, routes=[route]) as box:
+            await box.migrate()
+            for key in keys:
+                self._numbers += 1
+                async with box.unit_of_work() as uow:
+                    uow.publish(Counted(number=self._numbers), key=key)
+        await engine.dispose()
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a relay, and wait until it says that it runs."""
+        command = [PILLARBOX, "relay", *arguments, "--json"]
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; it must exit with this code."""
+        done = subprocess.run(
+            [PILLARBOX, "relay", *arguments],
+            cwd=self.folder,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    def complaint(self, *arguments: str, code: int, **variables: str) -> str:
+        """Run a command that fails with one line, and says nothing else."""
+        done = self.run(*arguments, code=code, **variables)
+        assert done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    def hold(self, on: bool) -> None:
+        if on:
+            (self.folder / "hold").touch()
+        else:
+            (self.folder / "hold").unlink()
+
+    def notes(self, what: str = "sent") -> list[Note]:
+        file = self.folder / "broker"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [note for note in (Note(*json.loads(line)) for line in lines) if note.what == what]
+
+    def wait_for(self, count: int, what: str = "sent") -> list[Note]:
+        wait_until(lambda: len(self.notes(what)) >= count, f"{count} messages that are {what}")
+        return self.notes(what)
+
+    def select(self, statement: str) -> list[Any]:
+        engine = create_engine(self.url.replace("+asyncpg", "+psycopg").replace("+aiosqlite", ""))
+        with engine.connect() as connection:
+            found = [tuple(row) for row in connection.execute(text(statement))]
+        engine.dispose()
+        return found
+
+    def held(self) -> dict[str, int]:
+        """How many lanes each relay has."""
+        found = self.select("SELECT locked_by, count(*) FROM pillarbox_lanes WHERE locked_by IS NOT NULL GROUP BY 1")
+        return dict(found)
+
+    def until_held(self, **expected: int) -> None:
+        wait_until(lambda: self.held() == expected, f"lanes to be held like {expected}")
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate(timeout=60)
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    town = Town(tmp_path)
+    yield town
+    town.end()
+
+
+@pytest.fixture
+def postgres(town: Town, postgres_database: Database) -> Town:
+    town.use(postgres_database)
+    return town
+
+
+@pytest.fixture
+def sqlite(town: Town, sqlite_database: Database) -> Town:
+    town.use(sqlite_database)
+    return town
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[list[Any], str]:
+    """Wait for its end; what it said on both streams."""
+    out, err = process.communicate(timeout=30)
+    said = []
+    while out := out.lstrip():
+        document, end = json.JSONDecoder().raw_decode(out)
+        said.append(document)
+        out = out[end:]
+    return said, err
+
+
+def first_answer(process: subprocess.Popen[str]) -> Any:
+    """The first thing that it says."""
+    assert process.stdout is not None
+    said = ""
+    while True:
+        said += process.stdout.readline()
+        with suppress(json.JSONDecodeError):
+            return json.loads(said)
+
+
+# -- stopping, killing, freezing ---------------------------------------------------------------------------------------
+
+
+def test_h91_sigterm_lets_it_finish_and_release_its_lanes(postgres: Town) -> None:
+    relay = postgres.start("shop:box", "--name", "r1", PILLARBOX_RELAY__LEASE="60")
+    postgres.until_held(r1=16)
+    postgres.hold(True)
+    postgres.publish("a", "a")
+    postgres.wait_for(1, "sending")
+    relay.send_signal(signal.SIGTERM)
+    postgres.hold(False)
+    said, complaints = finish(relay)
+    assert (relay.returncode, complaints) == (0, "")
+    assert [line["relay"] for line in said] == ["r1", "r1"]
+    assert said[-1]["sent"] == len(postgres.notes()) >= 1
+    assert postgres.held() == {}
+    assert postgres.select("SELECT name FROM pillarbox_relays") == []
+    postgres.run("shop:box", "--drain")
+    assert [note.number for note in postgres.notes()] == [1, 2]  # neither of them twice
+
+
+def test_h91_a_second_sigterm_ends_it_at_once(postgres: Town) -> None:
+    relay = postgres.start("shop:box", "--name", "r1")
+    postgres.until_held(r1=16)
+    postgres.hold(True)
+    postgres.publish("a")
+    postgres.wait_for(1, "sending")
+    relay.send_signal(signal.SIGTERM)
+    wait_until(lambda: sum(postgres.held().values()) <= 1, "the idle lanes to be released")
+    relay.send_signal(signal.SIGTERM)
+    finish(relay)
+    assert relay.returncode == Exit.TERMINATED
+    postgres.hold(False)
+    assert json.loads(postgres.run("shop:box", "--drain", "--json").stdout)["sent"] == 1
+
+
+def test_h45_after_kill_9_another_relay_goes_on_within_the_lease_and_a_second(postgres: Town) -> None:
+    keys = [f"key-{number}" for number in range(40)]  # some in every lane
+    victim = postgres.start("shop:box", "--name", "victim")
+    postgres.until_held(victim=16)
+    postgres.start("shop:box", "--name", "heir")
+    postgres.until_held(victim=8, heir=8)
+    postgres.publish(*keys)
+    victim.kill()
+    killed_at = time.time()
+    postgres.publish(*keys)
+    notes = postgres.wait_for(80)
+    postgres.until_held(heir=16)
+    first = {(note.key, note.number): note for note in reversed(notes)}
+    assert len(first) == 80
+    for key in keys:
+        numbers = [note.number for note in notes if note.key == key]
+        assert [*dict.fromkeys(numbers)] == sorted({*numbers})
+    taken_over = postgres.select("SELECT count(*) FROM pillarbox_lanes WHERE epoch > 1")
+    assert taken_over[0][0] >= 8
+    assert max(note.at for note in first.values()) - killed_at < LEASE + 1.0 + 2.0  # two for a busy machine
+
+
+def test_h31_h32_a_relay_that_was_frozen_sends_and_settles_nothing_when_it_wakes(postgres: Town) -> None:
+    sleeper = postgres.start("shop:box", "--name", "sleeper")
+    postgres.until_held(sleeper=16)
+    postgres.hold(True)
+    postgres.publish("a", "a", "a")
+    postgres.wait_for(1, "sending")
+    sleeper.send_signal(signal.SIGSTOP)
+    heir = postgres.start("shop:box", "--name", "heir")
+    postgres.until_held(heir=16)
+    postgres.hold(False)
+    postgres.wait_for(3)
+    wait_until(lambda: _settled(postgres), "the heir to settle")
+    before = postgres.select("SELECT route, shard, epoch, batch FROM pillarbox_lanes WHERE batch > 0")
+    sleeper.send_signal(signal.SIGCONT)
+    wait_until(lambda: len(postgres.held()) == 2, "the sleeper to be awake and to have its share again")
+    mine = [note for note in postgres.notes("sending") if note.process == sleeper.pid]
+    assert len(mine) == 1  # that was under way; nothing since
+    sent = postgres.notes()
+    assert [note.number for note in sent if note.process == heir.pid] == [1, 2, 3]
+    assert len([note for note in sent if note.process == sleeper.pid]) <= 1
+    after = postgres.select("SELECT route, shard, epoch, batch FROM pillarbox_lanes WHERE batch > 0")
+    assert [row[3] for row in after] == [row[3] for row in before]
+
+
+def _settled(town: Town) -> bool:
+    return town.select("SELECT count(*) FROM pillarbox_outbox WHERE status <> 'SENT'") == [(0,)]
+
+
+# -- what it serves ----------------------------------------------------------------------------------------------------
+
+
+def test_d1_without_any_code_of_yours_it_serves_the_transports_of_the_settings(sqlite: Town) -> None:
+    sqlite.publish("a", "b")
+    (sqlite.folder / "pillarbox.yaml").write_text("transports:\n  broker: 'logging:'\nlog_level: info\n")
+    done = sqlite.run("--drain")
+    assert done.stdout == "2 sent, 0 rejected\n"
+    assert done.stderr.count("topic='counted'") == 2
+    assert _settled(sqlite)
+
+
+def test_r6_it_keeps_to_its_shards(sqlite: Town) -> None:
+    sqlite.publish(*(f"key-{number}" for number in range(40)))
+    low = json.loads(sqlite.run("shop:box", "--shards", "0-7", "--drain", "--json").stdout)
+    high = json.loads(sqlite.run("shop:box", "--shards", "8,9,10-15", "--drain", "--json").stdout)
+    assert low["sent"] > 0
+    assert low["sent"] + high["sent"] == 40
+
+
+# -- health ------------------------------------------------------------------------------------------------------------
+
+
+async def test_h93_health_is_200_while_it_sees_to_its_leases_and_503_otherwise() -> None:
+    relay = Relay(MemoryStore(), {})
+    async with _answering(relay, "127.0.0.1", 0) as address:
+        assert (await _get(address))[0] == 503
+        async with running(relay):
+            await soon(lambda: relay.healthy)
+            code, body = await _get(address)
+        assert (code, json.loads(body)["relay"], json.loads(body)["healthy"]) == (200, relay.name, True)
+        assert (await _get(address.replace("/healthz", "/other")))[0] == 404
+
+
+async def test_what_is_no_http_does_the_health_endpoint_no_harm() -> None:
+    relay = Relay(MemoryStore(), {})
+    async with _answering(relay, "127.0.0.1", 0) as address:
+        port = urlsplit(address).port
+        for rubbish in (b"", b"\x00\xff\r\n\r\n", b"GET " + b"x" * 100_000 + b"\r\n\r\n"):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(rubbish)
+            writer.close()
+        assert (await _get(address))[0] == 503
+
+
+def test_the_health_endpoint_of_a_process(sqlite: Town) -> None:
+    relay = sqlite.start("shop:box", "--health", "0")
+    address = first_answer(relay)["health"]
+    wait_until(lambda: asyncio.run(_get(address))[0] == 200, "the relay to be healthy")
+    relay.send_signal(signal.SIGINT)
+    finish(relay)
+    assert relay.returncode == 0
+
+
+async def _get(address: str) -> tuple[int, bytes]:
+    def get() -> tuple[int, bytes]:
+        parts = urlsplit(address)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        found = response.status, response.read()
+        connection.close()
+        return found
+
+    return await asyncio.to_thread(get)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("nowhere:box", "error: nowhere:box: there is no module 'nowhere'"),
+        ("shop:till", "error: shop:till: till in shop is no Pillarbox"),
+        ("shop:nothing", "error: shop:nothing: nothing in shop is no Pillarbox"),
+    ],
+)
+def test_a_box_that_is_not_there(sqlite: Town, reference: str, complaint: str) -> None:
+    assert sqlite.complaint(reference, code=Exit.USAGE) == complaint
+
+
+def test_nothing_to_send_to(sqlite: Town) -> None:
+    complaint = sqlite.complaint(code=Exit.SETTINGS)
+    assert complaint == "error: this relay has nothing to send to: set transports, or name your box as MODULE:BOX"
+
+
+def test_an_address_that_is_not_known(sqlite: Town) -> None:
+    (sqlite.folder / "pillarbox.yaml").write_text("transports:\n  broker: 'carrier-pigeon://loft'\n")
+    assert "carrier-pigeon" in sqlite.complaint(code=Exit.SETTINGS)
+
+
+@pytest.mark.parametrize("shards", ["", "x", "3-1", "1,,2", "-1"])
+def test_shards_that_are_none(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", f"--shards={shards}"]) == Exit.USAGE
+    assert "write 0-7, or 0,3,8-11" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["x", "70000", "host:"])
+def test_an_address_for_health_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", "--health", address]) == Exit.USAGE
+    assert "write 8081, or 0.0.0.0:8081" in capsys.readouterr().err
+
+
+def test_a_port_that_is_in_use(sqlite: Town) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in sqlite.complaint("shop:box", "--health", port, code=Exit.USAGE)
+
+
+def test_a_database_that_is_not_migrated(town: Town, postgres_database: Database) -> None:
+    town.environment["SHOP_DATABASE"] = postgres_database.url()
+    assert "pillarbox migrate" in town.complaint("shop:box", code=Exit.NOT_MIGRATED)

@@ -1,0 +1,306 @@
+"""Relays on every database: order, one copy, take-over, and what people do to a running system."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import event, func, select
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from pillarbox import Pillarbox, RetryPolicy, Route
+from pillarbox.outbox import Status
+from pillarbox.relay import Relay
+from pillarbox.stores import operations
+from pillarbox.stores.inspection import Filter
+from pillarbox.stores.operations import Action, Author, Change, Handle, Run, Selection, Tenant
+from pillarbox.stores.tables import lanes, relays
+from pillarbox.transport import Message
+from pillarbox.transports.memory import MemoryTransport
+from tests.domain import Order, set_up, written
+from tests.relays import Line, running, soon
+from tests.servers import Database, Postgres
+
+TOPIC = "tests.order.events"
+ANNA = Author("anna@office")
+
+
+@pytest.fixture
+async def engine(database: Database) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(database.url())
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def box(engine: AsyncEngine) -> AsyncIterator[Pillarbox]:
+    async with order_box(engine) as box:
+        await set_up(box)
+        yield box
+
+
+def order_box(engine: AsyncEngine, broker: MemoryTransport | None = None) -> Pillarbox:
+    retry = RetryPolicy(base=0.05, cap=0.1, attempts=2)
+    route = Route("tests.order.*", to="broker", topic=TOPIC, retry=retry)
+    return Pillarbox(engine, transports={"broker": broker or MemoryTransport()}, routes=[route])
+
+
+def broker_of(box: Pillarbox) -> MemoryTransport:
+    broker = box.transports["broker"]
+    assert isinstance(broker, MemoryTransport)
+    return broker
+
+
+async def place(box: Pillarbox, *, changes: int = 0, tenant: str | None = None) -> UUID:
+    """An order that is repriced so many times, each in a transaction of its own."""
+    async with box.unit_of_work(tenant=tenant) as uow:
+        order = Order.place(order_id=uuid4())
+        uow.add(order)
+    for number in range(changes):
+        async with box.unit_of_work(tenant=tenant) as uow:
+            (await uow.session.get_one(Order, order.id)).reprice(number)
+    return order.id
+
+
+async def received(box: Pillarbox, count: int) -> list[Message]:
+    async with asyncio.timeout(20):
+        return await broker_of(box).received(TOPIC, count)
+
+
+async def statuses(box: Pillarbox) -> set[str]:
+    return {status for (status,) in await written(box.engine, "status")}
+
+
+async def settled(box: Pillarbox) -> bool:
+    return await statuses(box) <= {Status.SENT}
+
+
+async def held(box: Pillarbox) -> dict[str, int]:
+    """How many lanes each relay has."""
+    async with box.engine.connect() as connection:
+        owners = select(lanes.c.locked_by, func.count()).where(lanes.c.locked_by.is_not(None))
+        found = await connection.execute(owners.group_by(lanes.c.locked_by))
+        return dict(found.tuples().all())
+
+
+def assert_order(messages: Sequence[Message], orders: int, changes: int) -> None:
+    """Every event of every order, the first copies in order."""
+    first = dict.fromkeys((message.key, int(message.headers["version"])) for message in messages)
+    versions: dict[str, list[int]] = {}
+    for key, version in first:
+        versions.setdefault(key, []).append(version)
+    assert len(versions) == orders
+    assert {tuple(found) for found in versions.values()} == {tuple(range(1, changes + 2))}
+
+
+async def test_what_is_committed_is_sent_in_order_and_marked(box: Pillarbox) -> None:
+    async with running(box.relay()):
+        order = await place(box, changes=3)
+        messages = await received(box, 4)
+        await soon(lambda: settled(box))
+    assert [message.headers["version"] for message in messages] == ["1", "2", "3", "4"]
+    assert {message.key for message in messages} == {str(order)}
+    assert all(sent_at is not None for (sent_at,) in await written(box.engine, "sent_at"))
+    assert await held(box) == {}
+
+
+async def test_h27_r5_several_relays_and_writers_at_once(box: Pillarbox, caplog: pytest.LogCaptureFixture) -> None:
+    """No event is lost, doubled or overtaken, and no business transaction fails because of a relay (H49)."""
+    async with running(*(box.relay(name=f"r{number}", lease=1.0, batch=3) for number in range(3))):
+        await asyncio.gather(*(place(box, changes=4) for _ in range(12)))
+        messages = await received(box, 60)
+        await soon(lambda: settled(box))
+    assert len(messages) == 60
+    assert_order(messages, 12, 4)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_h43_a_rejected_event_and_those_behind_it_until_a_person_redrives_them(box: Pillarbox) -> None:
+    broker = broker_of(box)
+    broker.reject(lambda message: message.headers["version"] == "2", reason="password=swordfish is wrong")
+    async with running(box.relay()):
+        await place(box, changes=2)
+        await soon(lambda: _is(box, ["SENT", "FAILED", "PARKED"]))
+        failed = [row for row in await written(box.engine, "last_error", "attempts") if row[0]]
+        assert failed == [("password=*** is wrong", 2)]
+        await place(box)  # others go on
+        await received(box, 2)
+        broker.stop_rejecting()
+        selection = Selection(Action.REDRIVE, Filter(status=Status.FAILED))
+        async with box.engine.begin() as connection:
+            await connection.run_sync(operations.request, selection, ANNA, Run(), 10)
+        messages = await received(box, 4)
+        await soon(lambda: settled(box))
+    assert [message.headers["version"] for message in messages if message.key == messages[0].key] == ["1", "2", "3"]
+
+
+async def _is(box: Pillarbox, expected: list[str]) -> bool:
+    return [status for (status,) in await written(box.engine, "status")] == expected
+
+
+async def test_h66_business_goes_on_while_the_broker_is_away(box: Pillarbox) -> None:
+    broker_of(box).go_away()
+    relay = box.relay()
+    async with running(relay):
+        await asyncio.gather(*(place(box, changes=2) for _ in range(5)))
+        await soon(lambda: relay.status()["troubles"])
+        assert {attempts for (attempts,) in await written(box.engine, "attempts")} == {0}
+        broker_of(box).come_back()
+        messages = await received(box, 15)
+        await soon(lambda: settled(box))
+    assert_order(messages, 5, 2)
+
+
+async def test_h45_a_relay_that_hangs_is_replaced_and_settles_nothing_when_it_wakes(box: Pillarbox) -> None:
+    broker = broker_of(box)
+    one, two = box.relay(name="r1", lease=0.5), box.relay(name="r2", lease=0.5)
+    line = Line(one._store)
+    one._store = line
+    async with running(one):
+        await soon(lambda: _holds(box, {"r1": 16}))
+        line.cut()
+        order = await place(box, changes=1)
+        async with running(two):
+            await soon(lambda: _holds(box, {"r2": 16}))
+            assert [message.key for message in await received(box, 2)] == [str(order)] * 2
+            await soon(lambda: settled(box))
+            line.mend()
+            await soon(lambda: _holds(box, {"r1": 8, "r2": 8}))
+            await place(box, changes=1)
+            await received(box, 4)
+            await soon(lambda: settled(box))
+    assert len(broker.sent(TOPIC)) == 4
+
+
+async def _holds(box: Pillarbox, expected: dict[str, int]) -> bool:
+    return await held(box) == expected
+
+
+async def test_h91_a_relay_that_stops_is_replaced_at_once(box: Pillarbox) -> None:
+    """Its leases of a minute are not waited for."""
+    async with running(box.relay(name="r2", lease=60.0)):
+        async with running(box.relay(name="r1", lease=60.0)):
+            await soon(lambda: _holds(box, {"r1": 8, "r2": 8}))
+        await soon(lambda: _holds(box, {"r2": 16}), seconds=5)
+        async with box.engine.connect() as connection:
+            assert list(await connection.scalars(select(relays.c.name))) == ["r2"]
+
+
+async def test_h35_the_database_hangs_up_again_and_again(box: Pillarbox, database: Database) -> None:
+    """Every connection of the relay is cut, whatever it is doing: nothing is lost, nothing overtaken."""
+    if not isinstance(database.server, Postgres):
+        pytest.skip("only PostgreSQL is asked to hang up")
+    address = database.server.address(database.name)
+    relay = box.relay(name="r1", lease=1.0, batch=2)
+    mine = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'relay'"
+    await _name_connections(relay, "relay")
+    with psycopg.connect(address, autocommit=True) as person:
+        async with running(relay):
+            for _ in range(10):
+                await asyncio.gather(*(place(box, changes=2) for _ in range(2)))
+                person.execute(mine)
+            messages = await received(box, 60)
+            await soon(lambda: settled(box))
+    assert_order(messages, 20, 2)
+
+
+async def _name_connections(relay: Relay, name: str) -> None:
+    """So that they can be told from those of the business."""
+    engine: Any = relay._store._engine  # type: ignore[attr-defined]
+    await engine.dispose()
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def connected(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET application_name = '{name}'")
+        cursor.close()
+        connection.commit()
+
+
+async def test_h25_a_relay_does_not_wait_for_the_connections_of_the_business(database: Database) -> None:
+    engine = create_async_engine(database.url(), **({} if database.kind == "sqlite" else {"pool_size": 1}))
+    async with order_box(engine) as box:
+        await set_up(box)
+        await place(box)
+        async with running(box.relay()), engine.connect():  # the only one
+            await received(box, 1)
+    await engine.dispose()
+
+
+async def test_draining_a_sqlite_in_memory() -> None:
+    engine = create_async_engine("sqlite+aiosqlite://")
+    async with order_box(engine) as box:
+        await set_up(box)
+        await place(box, changes=1)
+        assert (await box.relay().drain()).sent == 2
+        assert await settled(box)
+    await engine.dispose()
+
+
+async def test_run_once_and_drain_say_what_they_did(box: Pillarbox) -> None:
+    await asyncio.gather(*(place(box, changes=1) for _ in range(5)))
+    relay = box.relay(batch=1)
+    once = await relay.run_once()
+    assert 0 < once.sent < 10
+    assert once.sent + (await relay.drain()).sent == 10
+    assert await settled(box)
+    assert await held(box) == {}
+
+
+async def test_a_paused_tenant_waits_until_it_is_resumed(box: Pillarbox) -> None:
+    async def change(handle: Handle) -> None:
+        async with box.engine.begin() as connection:
+            await connection.run_sync(operations.apply, Change(handle, Tenant("acme")), ANNA)
+
+    await change(Handle.PAUSE)
+    async with running(box.relay(lease=0.6)):
+        await place(box, tenant="acme", changes=1)
+        await place(box, tenant="ball")
+        (message,) = await received(box, 1)
+        assert message.headers["tenant_id"] == "ball"
+        await change(Handle.RESUME)
+        await received(box, 3)
+
+
+async def test_h114_a_relay_serves_what_others_have_written(box: Pillarbox, engine: AsyncEngine) -> None:
+    """It has the transport and no routes at all: the table knows them."""
+    await place(box)
+    broker = MemoryTransport()
+    other = Pillarbox(engine, transports={"broker": broker})
+    async with other:
+        await other.relay().drain()
+    assert len(broker.sent(TOPIC)) == 1
+
+
+async def test_h44_a_broker_that_heals_gets_what_it_rejected(box: Pillarbox) -> None:
+    broker = broker_of(box)
+    broker.reject(lambda message: message.headers["version"] == "1")
+    async with running(box.relay()):
+        await place(box, changes=1)
+        await soon(lambda: _attempted(box))
+        broker.stop_rejecting()
+        await received(box, 2)
+        await soon(lambda: settled(box))
+
+
+async def _attempted(box: Pillarbox) -> bool:
+    return any(attempts for (attempts,) in await written(box.engine, "attempts"))
+
+
+async def test_w7_a_commit_of_this_process_is_sent_without_waiting_for_a_look(box: Pillarbox) -> None:
+    relay = _without_looking(box.relay())
+    async with running(relay):
+        await soon(lambda: _holds(box, {relay.name: 16}))
+        for count in range(1, 6):
+            await place(box)
+            await received(box, count)
+
+
+def _without_looking(relay: Relay) -> Relay:
+    relay._keep_looking = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    return relay

@@ -1,0 +1,137 @@
+"""A destination that rejects everything: its lanes stop, nobody's attempt is counted, and one event at a time asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from string import ascii_lowercase
+from uuid import UUID
+
+import pytest
+
+from pillarbox.outbox import Key, Lane, RouteRecord, Row, Status
+from pillarbox.retry import RetryPolicy
+from pillarbox.suspicion import FEW_KEYS, MANY_KEYS, Suspicion
+from tests.relays import TOPIC, World, half, in_virtual_time, running, until
+
+MANY = " ".join(f"{letter}1" for letter in ascii_lowercase)
+
+
+def lane(shard: int = 0) -> Lane:
+    route = RouteRecord("orders", "broker", TOPIC)
+    return Lane(route, shard, 1, UUID(int=1), 0, 1, None, 0, frozenset())
+
+
+def row(number: int, *, key: str | None = None, attempts: int = 0, topic: str = TOPIC) -> Row:
+    return Row(number, UUID(int=number), topic, key or f"k{number}", None, {}, b"", attempts)
+
+
+class TestJudgement:
+    def test_three_keys_are_enough_if_it_never_took_anything(self) -> None:
+        suspicion = Suspicion(half)
+        verdicts = [suspicion.rejected(lane(), row(number), "no") for number in range(1, FEW_KEYS + 1)]
+        assert verdicts == [False, False, True]
+
+    def test_twenty_keys_are_needed_if_it_did(self) -> None:
+        suspicion = Suspicion(half)
+        suspicion.accepted(lane(), TOPIC)
+        verdicts = [suspicion.rejected(lane(), row(number), "no") for number in range(1, MANY_KEYS + 1)]
+        assert verdicts == [False] * (MANY_KEYS - 1) + [True]
+
+    def test_one_key_is_never_enough(self) -> None:
+        suspicion = Suspicion(half)
+        assert not any(suspicion.rejected(lane(), row(number, key="poison"), "no") for number in range(1, 100))
+
+    def test_a_success_between_them_counts(self) -> None:
+        suspicion = Suspicion(half)
+        for number in range(1, 100):
+            assert not suspicion.rejected(lane(), row(number), "no")
+            suspicion.accepted(lane(), TOPIC)
+
+    def test_lanes_are_counted_together_and_topics_are_not(self) -> None:
+        suspicion = Suspicion(half)
+        suspicion.rejected(lane(0), row(1), "no")
+        suspicion.rejected(lane(1), row(2), "no")
+        suspicion.rejected(lane(2), row(3, topic="another"), "no")
+        assert suspicion.blocking(lane(0)) is None
+        suspicion.rejected(lane(3), row(4), "no")
+        assert [suspicion.blocking(lane(shard)) is not None for shard in range(4)] == [True, True, False, True]
+
+    def test_the_key_of_another_tenant_is_another_key(self) -> None:
+        place = Suspicion(half)
+        assert row(1).order_key == Key(None, "k1")
+        assert not place.rejected(lane(), row(1, key="k"), "no")
+
+
+class TestLanes:
+    @in_virtual_time
+    async def test_h112_the_lanes_stop_and_no_attempt_is_burnt(self, caplog: pytest.LogCaptureFixture) -> None:
+        world = World(shards=4)
+        world.write(MANY)
+        world.broker.reject(lambda _message: True, reason="no such right")
+        relay = world.relay()
+        async with running(relay):
+            await asyncio.sleep(300)
+            assert world.statuses(Status.FAILED) == ""
+            assert {world.attempts(event) for event in world.rows} == {0}
+            assert len(world.broker.requests) < 40
+            assert set(relay.status()["troubles"].values()) == {f"broker {TOPIC} rejects everything: no such right"}
+        alarms = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+        (alarm,) = alarms
+        assert alarm.startswith(f"broker {TOPIC} rejects everything (3 different keys, no such right)")
+
+    @in_virtual_time
+    async def test_h112_one_event_at_a_time_asks_and_the_first_that_is_taken_opens_the_way(self) -> None:
+        world = World()
+        world.write(MANY)
+        world.broker.reject(lambda _message: True)
+        async with running(world.relay()):
+            await until(lambda: len(world.broker.requests) > 5)
+            assert all(len(request.split()) == 1 for request in world.broker.requests[1:])
+            world.broker.stop_rejecting()
+            await world.received(26)
+        assert sorted(world.sent.split()) == sorted(world.rows)
+
+    @in_virtual_time
+    async def test_h112_attempts_that_were_counted_too_early_are_taken_back(self) -> None:
+        """With one attempt each, the first two are dead before it is clear whose fault it is."""
+        world = World(shards=4, retry=RetryPolicy(base=1.0, cap=8.0, attempts=1))
+        world.write("a1 b1 c1 d1 e1 f1")
+        world.broker.reject(lambda _message: True)
+        async with running(world.relay()):
+            await until(lambda: len(world.broker.requests) > 4)
+            world.broker.stop_rejecting()
+            await world.received(6)
+        assert world.statuses(Status.FAILED) == ""
+
+    @in_virtual_time
+    async def test_order_per_key_survives_it(self) -> None:
+        world = World(shards=2)
+        world.write("a1 b1 c1 d1 a2 b2 c2 d2")
+        world.broker.reject(lambda _message: True)
+        async with running(world.relay()):
+            await until(lambda: len(world.broker.requests) > 6)
+            world.write("a3 b3")
+            await asyncio.sleep(20)
+            world.broker.stop_rejecting()
+            await world.received(10)
+        for key in "abcd":
+            mine = [event for event in world.sent.split() if event[0] == key]
+            assert mine == sorted(mine)
+
+    @in_virtual_time
+    async def test_h112_the_lanes_of_other_topics_go_on(self) -> None:
+        world = World(shards=1)
+        world.broker.reject(lambda message: message.topic != TOPIC)
+        world.write("a1 b1 c1 d1", topic="forbidden")
+        world.write("x1 y1")
+        async with running(world.relay()):
+            assert await world.received(2) == "x1 y1"
+
+    @in_virtual_time
+    async def test_drain_does_not_wait_for_it(self) -> None:
+        world = World()
+        world.write(MANY)
+        world.broker.reject(lambda _message: True)
+        done = await world.relay().drain()
+        assert (done.sent, world.statuses(Status.FAILED)) == (0, "")
