@@ -28,7 +28,7 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Seconds since some fixed moment; never goes back, and does not stand still while the machine sleeps."""
         ...
 
     def new_id(self) -> UUID:
@@ -47,7 +47,7 @@ class SystemClock:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        return _elapsed()
 
     def new_id(self) -> UUID:
         # 48 bits of milliseconds and 12 of their fraction: RFC 9562, method 3.
@@ -56,6 +56,14 @@ class SystemClock:
             self._last = stamp = max(stamp, self._last + 1)
         # Unique, not secret; and the generator is seeded anew in a forked process.
         return uuid7(stamp, random.getrandbits(62))
+
+
+def _elapsed_with_sleep() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# A machine that sleeps must notice that its leases have ended; on Linux the plain monotonic clock stands still then.
+_elapsed = _elapsed_with_sleep if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 
 
 def uuid7(stamp: int, tail: int) -> UUID:

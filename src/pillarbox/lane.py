@@ -115,6 +115,7 @@ class LaneWorker:
         self._stored = False
         """Whether all that is announced is known to be at the destination."""
         self._rates = _Rates()
+        self._alarm: asyncio.TimerHandle | None = None
 
     # -- what the relay tells us ---------------------------------------------------------------------------------------
 
@@ -226,8 +227,8 @@ class LaneWorker:
             if plan.items:
                 self._suspicion.probe(blocking)
         plan.items, again = self._rates.within(plan.items, self.pace)
-        if again is not None:
-            asyncio.get_running_loop().call_later(again, self._bell.set)
+        if again is not None and (self._alarm is None or self._alarm.when() <= asyncio.get_running_loop().time()):
+            self._alarm = asyncio.get_running_loop().call_later(again, self._bell.set)
         return plan, page
 
     def _plan(self, page: Page) -> _Plan:
@@ -280,7 +281,7 @@ class LaneWorker:
             if items is None:
                 items, outcome = await self._recover(accepted)
             elif self.lane.tries >= DEADLY_TRIES:
-                items, outcome = await self._send_suspect(items)
+                items, outcome = await self._send_suspect(items, accepted)
             else:
                 items, outcome = await self._send(items, accepted)
             if outcome is not None and outcome.unfinished is not None:
@@ -367,7 +368,7 @@ class LaneWorker:
             return Failure(row.id, row.attempts, redacted(reason), PROBES.cap)  # others are tried before it again
         return self._failed(row, reason)
 
-    async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
+    async def _send_suspect(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
         any answer but a rejection takes it back.
         """
@@ -384,9 +385,11 @@ class LaneWorker:
         outcome = await self._request([_message(number, row)])
         if outcome.rejected:
             return await self._amend(items, 1, outcome), outcome
-        if outcome.unfinished is not None:
-            self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts})
-        return items[1:], outcome
+        self._check_lease()
+        self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts})
+        if outcome.accepted:
+            accepted.add(number)
+        return [item for item in items if item[0] not in accepted], outcome
 
     # -- when things go wrong ------------------------------------------------------------------------------------------
 

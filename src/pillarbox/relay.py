@@ -102,7 +102,6 @@ class Relay:
 
     async def run(self) -> None:
         """Send until `stop` is called or we are cancelled. Lanes are released on the way out."""
-        self._stopping = False
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
         looking = asyncio.ensure_future(self._keep_looking())
         try:
@@ -117,6 +116,7 @@ class Relay:
                 stop_hearing()
             looking.cancel()
             await self._leave()
+            self._stopping = False  # it may run again
 
     def stop(self) -> None:
         """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
@@ -129,7 +129,9 @@ class Relay:
         try:
             census = await self._attend_once()
             await self._take({route: census.lanes.get(route, 0) for route in self._served(census)}, once=True)
-            await asyncio.gather(*self._tasks.values())
+            while self._tasks:
+                await asyncio.wait([*self._tasks.values()], timeout=self._pacing.lease / 3)
+                await self._renew(census)
         finally:
             await self._leave()
         return self.counts.since(before)
@@ -175,9 +177,9 @@ class Relay:
                 await self._take(wanted)
         except Exception as error:
             if self._reachable:
-                logger.exception("relay %s: the outbox cannot be reached", self.name)
+                logger.warning("relay %s: the outbox cannot be reached: %s", self.name, _said(error))
+            logger.debug("relay %s: the outbox cannot be reached", self.name, exc_info=True)
             self._reachable = False
-            logger.debug("relay %s: the outbox cannot be reached: %s", self.name, error)
         else:
             if not self._reachable:
                 logger.warning("relay %s: the outbox can be reached again", self.name)
@@ -186,7 +188,7 @@ class Relay:
     async def _attend_once(self) -> Census:
         now = clock.current().monotonic()
         census = self._census = await self._store.census()
-        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 3:
+        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 4:
             await self._renew(census)
         self._attended_at = now
         self._set_paces(census)
@@ -283,8 +285,9 @@ class Relay:
             logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted)  # noqa: TRY400  says it all
             # We keep it: whoever took it would run into the same wall.
             await worker.halt(redacted(str(halted)))
-        except Exception:
-            logger.exception("relay %s: lane %s stumbled; it is taken up again", self.name, worker.lane)
+        except Exception as error:
+            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error))
+            logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
             self._stumbles[name] = self._stumbles.get(name, 0) + 1
             await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), "the outbox or the transport failed")
         finally:
@@ -416,6 +419,10 @@ class Relay:
                     await self._progress.wait()
             except TimeoutError:
                 await self._renew(census)
+
+
+def _said(error: BaseException) -> str:
+    return redacted(f"{type(error).__name__}: {error}")
 
 
 def _is_stuck(worker: LaneWorker) -> bool:

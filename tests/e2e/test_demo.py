@@ -41,7 +41,7 @@ class SinkWorld(World):
     lacks = {Feature.EXACT_READS: "the sink's file has no bodies"}  # noqa: RUF012  never changed
 
     def __init__(self, folder: Path) -> None:
-        self._told: dict[str, Any] = {"file": str(folder / "sink.jsonl"), "port": 0, "rejects": False}
+        self._told: dict[str, Any] = {"file": str(folder / "sink.jsonl"), "port": 0, "rejects": True}
         self._log = folder / "log"
         self._topics = 0
 
@@ -68,7 +68,6 @@ class SinkWorld(World):
         await self.start()
 
     async def unwelcome(self, topic: str, key: str, number: int) -> Message:
-        self.sink.tell(rejects=True)
         return message(topic, key, number, headers={"event_type": POISONED})
 
     async def lose_answer(self) -> None:
@@ -84,6 +83,18 @@ class TestSinkTransport(PublisherContract):
         yield world
         await world.publisher.close()
         await world.sink.kill()
+
+
+async def test_a_sink_that_is_mended_takes_what_it_rejected(tmp_path: Path) -> None:
+    world = SinkWorld(tmp_path)
+    await world.open()
+    poisoned = await world.unwelcome("topic", "k", 1)
+    assert (await world.publisher.send("p", [poisoned])).rejected
+    world.sink.tell(rejects=False)
+    while not (await world.publisher.send("p", [poisoned])).accepted:
+        await world.publisher.open("p", ["topic"])
+    await world.publisher.close()
+    await world.sink.kill()
 
 
 async def test_a_sink_that_was_killed_within_a_line_takes_the_line_back(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ async def prove(url: str, folder: Path, *, events: int, kills: int, lease: float
     started = time.perf_counter()
     engine = create_async_engine(url, isolation_level="READ COMMITTED")
     box = Pillarbox(engine, transports={route.to: SinkTransport(0, "", timeout=1.0)}, routes=[route])
+    await box.start()
     await box.migrate()
     async with engine.begin() as connection:
         await connection.run_sync(ledger.metadata.create_all)
@@ -185,6 +186,7 @@ async def prove(url: str, folder: Path, *, events: int, kills: int, lease: float
         stalls = processes.stalls
     async with engine.connect() as connection:
         committed = await connection.run_sync(read_ledger, ledger)
+    await box.stop()
     await engine.dispose()
     balance = compare(committed, flow.arrived, [*processes.faults, *stalls])
     return {

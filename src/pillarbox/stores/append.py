@@ -30,7 +30,7 @@ class Appender:
         self._inserts: dict[tuple[str, str, int], FixedStatement] = {}
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
-        with _explained():
+        with explained():
             shards: int = connection.execute(select(meta.c.shards)).scalar_one()
             known = {row.id: row for row in connection.execute(select(routes))}
             made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
@@ -52,7 +52,7 @@ class Appender:
 
     def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         try:
-            with _explained():
+            with explained():
                 if len(deliveries) > 1 and connection.dialect.name == "postgresql":
                     self._append_arrays(connection, deliveries)
                 else:
@@ -111,7 +111,7 @@ def route_record(row: Mapping[Any, Any]) -> RouteRecord:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """A missing table is the most common of all mistakes: say what to do."""
     try:
         yield

@@ -35,7 +35,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Status, Trouble
-from .append import route_record
+from .append import explained, route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
 
@@ -64,13 +64,15 @@ class Leases:
 
     async def read(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it on a connection without a transaction."""
-        async with self._turns, self._reader.connect() as connection:
-            return await connection.run_sync(work, *arguments)
+        with explained():
+            async with self._turns, self._reader.connect() as connection:
+                return await connection.run_sync(work, *arguments)
 
     async def write(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
-        async with self._turns, self._engine.begin() as connection:
-            return await connection.run_sync(work, *arguments)
+        with explained():
+            async with self._turns, self._engine.begin() as connection:
+                return await connection.run_sync(work, *arguments)
 
     async def census(self) -> Census:
         return await self.read(_census)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -41,22 +41,26 @@ def audience(stream: IO[str] | None) -> Audience:
 async def play(settings: Settings, seconds: float, kinds: Collection[Kind], looking: Audience) -> dict[str, Any]:
     """Run the demo; its report."""
     lease = min(2.0, max(1.0, seconds / 15))
-    async with opened(settings, embedded="pillarbox_demo") as engine:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(opened(settings, embedded="pillarbox_demo"))
         transports = {route.to: SinkTransport(0, "shop", timeout=1.0)}
         box = Pillarbox(engine, transports=transports, routes=[route], shards=settings.shards, tenancy=settings.tenancy)
+        await stack.enter_async_context(box)
         if settings.database_url is None:
             await box.migrate()
         async with engine.connect() as connection:
             await connection.run_sync(check_schema)
-        with tempfile.TemporaryDirectory(prefix="pillarbox-demo-") as folder:
-            url = engine.url.render_as_string(hide_password=False)
-            processes = Processes(Path(folder), url=url, destination=route.to, relays=RELAYS, lease=lease)
-            async with tables(engine), processes:
-                await box.register()
-                stage = Stage(Shop(box), processes, seconds=seconds, lease=lease)
-                service = settings.service
-                with event_context(source_service=service.name, source_version=service.version), looking(stage) as show:
-                    return _report(stage, await stage.play(kinds, show))
+        await stack.enter_async_context(tables(engine))
+        await box.register()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-demo-")))
+        url = engine.url.render_as_string(hide_password=False)
+        processes = Processes(folder, url=url, destination=route.to, relays=RELAYS, lease=lease)
+        await stack.enter_async_context(processes)
+        stage = Stage(Shop(box), processes, seconds=seconds, lease=lease)
+        service = settings.service
+        stack.enter_context(event_context(source_service=service.name, source_version=service.version))
+        show = stack.enter_context(looking(stage))
+        return _report(stage, await stage.play(kinds, show))
 
 
 def _report(stage: Stage, balance: Balance) -> dict[str, Any]:

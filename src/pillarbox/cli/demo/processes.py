@@ -48,7 +48,7 @@ class Processes:
         self._told = {"url": url, "destination": destination, "lease": lease, "stalls": str(self._stalls)}
         self._letters = ascii_lowercase[:relays]
         self._lives = count(1)
-        self._sink_told: dict[str, Any] = {"file": str(folder / "sink.jsonl"), "port": 0, "rejects": False}
+        self._sink_told: dict[str, Any] = {"file": str(folder / "sink.jsonl"), "port": 0, "rejects": True}
         self._sink: Child | None = None
         self.sink_state = State.RUNNING
         self.slots: list[Slot] = []

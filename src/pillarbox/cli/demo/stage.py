@@ -93,7 +93,7 @@ class Stage:
         self._group = asyncio.TaskGroup()
         self._episodes: set[asyncio.Task[None]] = set()
         self._targets = deque(processes.slots)
-        self._poisons = 0
+        self._mending = 0
         self._arrivals: list[Arrival] = []
         self._delivered: set[str] = set()
         self.lags: list[float] = []
@@ -183,21 +183,22 @@ class Stage:
             self._tell("the sink is back", good=True)
 
     async def _poison(self) -> None:
-        self._let_sink_reject(+1)
         event_id = await self.shop.poison()
         with self.processes.fault(Kind.POISON, str(event_id)):
             self._tell("an event was poisoned: its order waits, all others go on")
             await self._pause(max(2.5 * self._lease, MENDED * self.scene.seconds - self._elapsed))
-        self._let_sink_reject(-1)
+        self._mend(+1)
         self._tell("the sink was mended, and the poisoned event redriven", good=True)
         deadline = clock.current().monotonic() + DRAIN_SECONDS
         while str(event_id) not in self._delivered and not self._closed and clock.current().monotonic() < deadline:
             await self._redrive(event_id)
             await asyncio.sleep(TICK)
+        self._mend(-1)
 
-    def _let_sink_reject(self, more: int) -> None:
-        self._poisons += more
-        self.processes.let_sink_reject(self._poisons > 0)
+    def _mend(self, more: int) -> None:
+        """The sink digests everything as long as somebody wants it to."""
+        self._mending += more
+        self.processes.let_sink_reject(self._mending == 0)
 
     async def _redrive(self, event_id: UUID) -> None:
         """Ask for it, as ``pillarbox outbox redrive`` does, if its attempts are used up."""
