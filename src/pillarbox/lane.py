@@ -148,7 +148,7 @@ class LaneWorker:
             await self._deliver(None)
         while not self._stopping.is_set():
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
-            if not await self.turn():
+            if not await self.turn() and not self._bell.is_set():
                 await self._settle()
                 self.idle = True
                 self._changed()
@@ -181,7 +181,7 @@ class LaneWorker:
             self.lane = await self._store.settle(self.lane)
 
     async def turn(self) -> bool:
-        """Read, announce, send. False if there is nothing to do."""
+        """Read, announce, send. False if there is nothing more to do."""
         blocking = self._suspicion.blocking(self.lane)
         if blocking is not None and not await self._rest_before_probe(blocking):
             return True
@@ -209,15 +209,19 @@ class LaneWorker:
         self._stored = True
         if plan.items:
             await self._deliver(list(enumerate(plan.items, start=first)))
-        return True
+        return self._may_be_more(page)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        return min(self.pace.batch, self._publisher.capabilities.max_messages)
 
     async def _next_batch(self, blocking: Place | None) -> tuple[_Plan, Page]:
         self._check_lease()
         page = await self._store.poll(
             self.lane,
-            limit=1 if blocking else min(self.pace.batch, self._publisher.capabilities.max_messages),
+            limit=1 if blocking else self._limit,
             max_bytes=self.pace.max_bytes,
             paused=self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates),
         )
@@ -230,6 +234,17 @@ class LaneWorker:
         if again is not None and (self._alarm is None or self._alarm.when() <= asyncio.get_running_loop().time()):
             self._alarm = asyncio.get_running_loop().call_later(again, self._bell.set)
         return plan, page
+
+    def _may_be_more(self, page: Page) -> bool:
+        """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
+        rows.
+        """
+        rows = (*page.redo, *page.fresh)
+        return (
+            bool(self.lane.waiting or page.requests)
+            or len(rows) >= self._limit
+            or sum(len(row.body) for row in rows) * 4 >= self.pace.max_bytes
+        )
 
     def _plan(self, page: Page) -> _Plan:
         plan = _Plan()

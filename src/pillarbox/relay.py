@@ -95,6 +95,7 @@ class Relay:
         self._attended_at: float | None = None
         self._reachable = True
         self._stopping = False
+        self._leaving = False
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
@@ -188,11 +189,15 @@ class Relay:
     async def _attend_once(self) -> Census:
         now = clock.current().monotonic()
         census = self._census = await self._store.census()
-        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 4:
-            await self._renew(census)
+        await self._renew_when_due(census)
         self._attended_at = now
         self._set_paces(census)
         return census
+
+    async def _renew_when_due(self, census: Census) -> None:
+        now = clock.current().monotonic()
+        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 4:
+            await self._renew(census)
 
     async def _renew(self, census: Census) -> None:
         before = clock.current().monotonic()
@@ -294,43 +299,46 @@ class Relay:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
                 del self._workers[name], self._tasks[name]
             self._progress.set()
-        await self._let_go(worker)
+        if not self._leaving:
+            await self._let_go([worker])
 
-    async def _let_go(self, worker: LaneWorker) -> None:
+    async def _let_go(self, workers: Collection[LaneWorker], *, leaving: bool = False) -> None:
         try:
-            await worker.close()
-            await self._store.release(self.name, [worker.lane])
-        except Exception:
-            logger.warning("relay %s: lane %s could not be released; its lease will end", self.name, worker.lane)
+            for worker in workers:
+                await worker.close()
+            await self._store.release(self.name, [worker.lane for worker in workers], leaving=leaving)
+        except Exception as error:
+            logger.warning("relay %s: %d lanes wait for their leases to end: %s", self.name, len(workers), _said(error))
         else:
             self._ring()
 
     async def _leave(self) -> None:
-        """Finish, release everything, and be gone from the census."""
-        tasks = [*self._tasks.values()]
-        for worker in self._workers.values():
+        """Finish, release everything, and be gone from the census. Who is ready does not wait for the others."""
+        self._leaving = True
+        workers = {task: self._workers[name] for name, task in self._tasks.items()}
+        for worker in workers.values():
             worker.stop()
         until = clock.current().monotonic() + self._pacing.grace
-        while (pending := [task for task in tasks if not task.done()]) and clock.current().monotonic() < until:
-            await asyncio.wait(pending, timeout=self._pacing.lease / 3)
-            if self._workers and self._census is not None:
-                await self._renew_quietly(self._census)
-        unfinished = [*self._workers.values()]
-        for task in pending:
+        while workers and clock.current().monotonic() < until:
+            done, _ = await asyncio.wait(workers, timeout=min(0.2, self._pacing.lease / 5))
+            if len(done) < len(workers):
+                await self._let_go([workers.pop(task) for task in done])
+                await self._renew_quietly()
+            else:
+                break
+        for task in workers:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        try:
-            await self._store.release(self.name, [worker.lane for worker in unfinished], leaving=True)
-        except Exception:
-            logger.warning("relay %s: its lanes could not be released; their leases will end", self.name)
+        await asyncio.gather(*workers, return_exceptions=True)
+        await self._let_go(workers.values(), leaving=True)
         self._renewed_at = None
-        self._ring()
+        self._leaving = False
 
-    async def _renew_quietly(self, census: Census) -> None:
+    async def _renew_quietly(self) -> None:
         try:
-            await self._renew(census)
-        except Exception:
-            logger.debug("relay %s: leases could not be renewed while leaving", self.name)
+            if self._census is not None:
+                await self._renew_when_due(self._census)
+        except Exception as error:
+            logger.debug("relay %s: leases could not be renewed while leaving: %s", self.name, _said(error))
 
     # -- waking up -----------------------------------------------------------------------------------------------------
 

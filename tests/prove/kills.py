@@ -171,8 +171,9 @@ async def prove(url: str, folder: Path, *, events: int, kills: int, lease: float
     async with engine.begin() as connection:
         await connection.run_sync(ledger.metadata.create_all)
     async with Processes(folder, url=url, destination=route.to, relays=RELAYS, lease=lease) as processes:
-        flow = Flow(processes, events // WRITERS * WRITERS)
-        writers = [Writer(box, flow, number, events // WRITERS, seed) for number in range(WRITERS)]
+        flow = Flow(processes, events)
+        shares = [len(range(number, events, WRITERS)) for number in range(WRITERS)]
+        writers = [Writer(box, flow, number, share, seed) for number, share in enumerate(shares)]
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(flow.watch())
             work = [group.create_task(writer.write()) for writer in writers]

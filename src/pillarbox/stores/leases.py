@@ -62,25 +62,25 @@ class Leases:
         # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster.
         self._turns = asyncio.Semaphore(1 if isinstance(engine.sync_engine.pool, StaticPool) else AT_A_TIME)
 
-    async def read(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run it on a connection without a transaction."""
+    async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run it on a connection where every statement is a transaction of its own."""
         with explained():
             async with self._turns, self._reader.connect() as connection:
                 return await connection.run_sync(work, *arguments)
 
-    async def write(self, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
         with explained():
             async with self._turns, self._engine.begin() as connection:
                 return await connection.run_sync(work, *arguments)
 
     async def census(self) -> Census:
-        return await self.read(_census)
+        return await self.each_alone(_census)
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
     ) -> list[Lane]:
-        return await self.write(_take, relay, lease, wanted, shards)
+        return await self.all_or_nothing(_take, relay, lease, wanted, shards)
 
     async def renew(
         self,
@@ -93,10 +93,10 @@ class Leases:
         troubles: Mapping[LaneName, Trouble] | None = None,
     ) -> frozenset[LaneName]:
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
-        return await self.write(_renew, relay, alive, lanes, troubles or {})
+        return await self.all_or_nothing(_renew, relay, alive, lanes, troubles or {})
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
-        await self.write(_release, relay, lanes, leaving)
+        await self.all_or_nothing(_release, relay, lanes, leaving)
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:

@@ -43,9 +43,10 @@ class QueueStore(Appender, Leases):
     def __init__(self, engine: AsyncEngine) -> None:
         Appender.__init__(self)
         Leases.__init__(self, engine)
+        self._is_postgres = engine.dialect.name == "postgresql"
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
-        return await self.read(_ready, sorted(routes), relay)
+        return await self.each_alone(_ready, sorted(routes), relay)
 
     async def poll(
         self,
@@ -56,7 +57,7 @@ class QueueStore(Appender, Leases):
         cursor: Any = None,  # noqa: ARG002  the status is the cursor
         paused: Collection[str] = (),
     ) -> Page:
-        return await self.read(_poll, lane, limit, max_bytes, sorted(paused))
+        return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if (lane.announced is not None) != settle:
@@ -65,7 +66,11 @@ class QueueStore(Appender, Leases):
                 if lane.announced
                 else "there is no announced batch to settle"
             )
-        return await self.write(_announce, lane, batch)
+        following = _following(lane, batch)
+        if self._is_postgres and not (lane.waiting or batch.failures or batch.parked or batch.requests):
+            await self.each_alone(_write_at_once, lane, following)
+            return following
+        return await self.all_or_nothing(_announce, lane, following, batch)
 
     async def amend(
         self,
@@ -77,15 +82,19 @@ class QueueStore(Appender, Leases):
     ) -> Lane:
         if lane.announced is None and (failures or parked or attempts):
             raise StoreError("there is no announced batch to amend")
-        return await self.write(_amend, lane, failures, parked, attempts or {})
+        return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
 
     async def settle(self, lane: Lane) -> Lane:
         if lane.announced is None:
             raise StoreError("there is no announced batch to settle")
-        return await self.write(_settle, lane)
+        settled = replace(lane, announced=None, tries=0)
+        if self._is_postgres and not lane.waiting:
+            await self.each_alone(_write_at_once, lane, settled)
+            return settled
+        return await self.all_or_nothing(_settle, lane, settled)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        return await self.read(_rebuild, lane)
+        return await self.each_alone(_rebuild, lane)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -145,28 +154,29 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _announce(connection: Connection, lane: Lane, batch: Batch) -> Lane:
+def _following(lane: Lane, batch: Batch) -> Lane:
+    """The lane once the batch is announced."""
     first, items = lane.next_number, tuple(batch.items)
     announced = None
     if items:
         announced = Announcement(first, len(items), digest(enumerate(items, start=first)), items, batch.details)
-    following = replace(lane, batch=lane.batch + 1, next_number=first + len(items), announced=announced, tries=0)
-    if _is_postgres(connection) and not (lane.waiting or batch.failures or batch.parked or batch.requests):
-        _announce_at_once(connection, lane, following)
-        return following
-    values = stored(announced)
+    return replace(lane, batch=lane.batch + 1, next_number=first + len(items), announced=announced, tries=0)
+
+
+def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch) -> Lane:
+    values = stored(following.announced)
     fenced(connection, lane, batch=following.batch, next_number=following.next_number, tries=0, **values)
     redone = _redone(connection, lane)
     failed = _fail(connection, lane, batch.failures)
     parked = _park(connection, lane, batch.parked)
-    asked = _carry_out(connection, lane, batch.requests, {*_sending(lane), *items})
+    asked = _carry_out(connection, lane, batch.requests, {*_sending(lane), *_sending(following)})
     following = _after(connection, following, [*failed, *parked, *asked], gone=redone)
     _mark_sent(connection, lane, redone)
     return following
 
 
-def _announce_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
-    """The common case on PostgreSQL, in one round trip."""
+def _write_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
+    """The common case on PostgreSQL, in one statement: settle what was announced, and announce what follows."""
     parameters = {
         **_place(lane),
         **stored(following.announced),
@@ -205,8 +215,7 @@ def _amend(
     return _after(connection, replace(lane, announced=announced), touched)
 
 
-def _settle(connection: Connection, lane: Lane) -> Lane:
-    settled = replace(lane, announced=None, tries=0)
+def _settle(connection: Connection, lane: Lane, settled: Lane) -> Lane:
     fenced(connection, lane, tries=0, **stored(None))
     redone = _redone(connection, lane)
     settled = _after(connection, settled, [], gone=redone)

@@ -110,6 +110,12 @@ def live(work: Callable[[Told], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(_live(work))
 
 
+def say(value: Any) -> None:
+    """In a child: tell the parent something."""
+    sys.stdout.write(f"{msgspec.json.encode(value).decode()}\n")
+    sys.stdout.flush()
+
+
 async def _live(work: Callable[[Told], Coroutine[Any, Any, None]]) -> None:
     parent = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(parent)

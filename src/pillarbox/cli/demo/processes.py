@@ -60,6 +60,7 @@ class Processes:
             await self._start_sink()
             for letter in self._letters:
                 self.slots.append(Slot(letter, *await self._start_relay(letter)))
+            await asyncio.gather(*(slot.child.answer() for slot in self.slots))
         except BaseException:
             await self._end()
             raise

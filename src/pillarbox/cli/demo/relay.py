@@ -15,7 +15,7 @@ import msgspec
 
 from ...app import Pillarbox
 from ...errors import LeaseLostError
-from .child import Told, live
+from .child import Told, live, say
 from .ledger import Fault, Kind
 from .transport import SinkTransport
 
@@ -50,6 +50,7 @@ async def relay(told: Told) -> None:
     async with Pillarbox(told["url"], transports={told["destination"]: sink}) as box:
         running = box.relay(name=name, lease=lease)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
+        say("ready")
         await running.run()
     await sink.close()
 

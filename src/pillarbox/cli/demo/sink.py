@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from .child import Told, live
+from .child import Told, live, say
 
 POISONED = "demo.order.poisoned"
 """The type of event that the sink rejects while it is told to."""
@@ -136,8 +135,7 @@ async def serve(told: Told) -> None:
     """Run the sink until SIGTERM; it says on which port it listens."""
     with _opened(Path(told["file"])) as file:
         server = await asyncio.start_server(Sink(file, told).talk, "127.0.0.1", told["port"])
-        sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
-        sys.stdout.flush()
+        say(server.sockets[0].getsockname()[1])
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
         await stopped.wait()

@@ -16,7 +16,7 @@ from uuid import UUID
 from ... import clock
 from ...bus import Bus
 from ...doorbell import Doorbell
-from ...outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
+from ...outbox import BUS, Census, FailurePolicy, Lane, LaneName, RouteRecord, Row, Status
 from ...relay import Pacing, Relay, RelayStore
 from ...retry import RetryPolicy
 from ...transport import Message
@@ -49,9 +49,14 @@ class Result:
     trace: list[tuple[Any, ...]] = field(repr=False)
 
     @property
+    def lines(self) -> list[str]:
+        """The trace, to be read."""
+        return [" ".join(map(_text, entry)) for entry in self.trace]
+
+    @property
     def digest(self) -> str:
         """The same for the same seed."""
-        return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
 
 
 class StorePort:
@@ -88,7 +93,7 @@ class SimulatedCarrier:
 
 
 class World:
-    """Everything that a seed stands for. ``numbered`` and ``failover`` leave less to chance."""
+    """Everything that a seed stands for. ``numbered``, ``failover`` and ``sessions`` leave less to chance."""
 
     shards = 2
 
@@ -98,6 +103,7 @@ class World:
         *,
         numbered: bool | None = None,
         failover: bool | None = None,
+        sessions: bool | None = None,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
         self.seed = seed
@@ -127,7 +133,7 @@ class World:
         self.cut_off: set[Life] = set()
         self.disconnected: set[Life] = set()
         self.watch = Watch(self)
-        self.writers = Writers(self)
+        self.writers = self._writers(seed % 20 == 0 if sessions is None else sessions)
         self.fate = Fate(self)
         self.living: list[Life] = []
         self.hearers: dict[Life, tuple[Context, Callable[[Collection[LaneName]], object]]] = {}
@@ -142,6 +148,13 @@ class World:
         if self.draw.random() < 0.3:
             routes[self.draw.randrange(2)] = RouteRecord("bus", BUS, HANDLER, 1, FailurePolicy.PARK, retry)
         return routes
+
+    def _writers(self, sessions: bool) -> Writers:
+        if not sessions:
+            return Writers(self)
+        from .sessions import SessionWriters  # noqa: PLC0415  brings SQLAlchemy
+
+        return SessionWriters(self)
 
     def new_id(self) -> UUID:
         """Unlike any other, and the same for the same seed."""
@@ -314,6 +327,22 @@ def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as done:
         return done.value
     raise RuntimeError("a store in memory does not wait")
+
+
+def _text(value: Any) -> str:
+    """What a value looks like in every process: sets have an order of their own in each."""
+    if isinstance(value, Lane):
+        waiting = _text(value.waiting)
+        return f"{value}@{value.epoch}.{value.batch}.{value.next_number} {value.announced} {value.tries} {waiting}"
+    if isinstance(value, (frozenset, set)):
+        return f"{{{' '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{' '.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{' '.join(sorted(f'{_text(key)}={_text(it)}' for key, it in value.items()))}}}"
+    if isinstance(value, Census):
+        return f"census {_text(value.relays)} {value.next_expiry}"
+    return str(value)
 
 
 def _entry(message: Message) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -58,13 +59,18 @@ class Writers:
         body = b"x" * 70_000 if draw.random() < 0.02 else event_id.bytes
         if draw.random() < 0.02:
             body = UNSENDABLE + body
-        for broker in (world.broker, world.handlers):
+        self._burden(event_id)
+        routes = [route for route in world.routes if draw.random() < 0.7] or world.routes[:1]
+        return [self._delivery(event_id, route, key, body) for route in routes]
+
+    def _burden(self, event_id: UUID) -> None:
+        """Some events have a hard way before them."""
+        draw = self._world.draw
+        for broker in (self._world.broker, self._world.handlers):
             if draw.random() < 0.1:
                 broker.refusals[str(event_id)] = draw.choice((1, 2, 3, FOR_EVER))
             if self.deadly and draw.random() < 0.1:
                 broker.deadly.add(str(event_id))
-        routes = [route for route in world.routes if draw.random() < 0.7] or world.routes[:1]
-        return [self._delivery(event_id, route, key, body) for route in routes]
 
     def _delivery(self, event_id: UUID, route: RouteRecord, key: Key, body: bytes) -> Delivery:
         place = stable_hash(key.key)
@@ -85,14 +91,13 @@ class Writers:
         if transaction in self.open:
             self.open.remove(transaction)
             if not rolls_back:
-                self.commit(transaction)
+                found = transaction.deliveries
+                self.commit(transaction, [Entry(it.topic, it.tenant, it.key, it.event_id, it.body) for it in found])
 
-    def commit(self, transaction: Transaction) -> None:
-        """Put rows into the outbox and into the ledger."""
+    def commit(self, transaction: Transaction, entries: Sequence[Entry]) -> None:
+        """Put rows into the outbox, and into the ledger what must come of them."""
         world = self._world
         world.chaos.note("commit", transaction.ids)
         world.store.commit(transaction.ids, transaction.deliveries)
-        world.ledger.committed += [
-            Entry(it.topic, it.tenant, it.key, it.event_id, it.body) for it in transaction.deliveries
-        ]
+        world.ledger.committed += entries
         world.ring({LaneName(it.route, it.shard) for it in transaction.deliveries})
