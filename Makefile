@@ -5,11 +5,13 @@ WORKERS ?= 2
 TESTS ?=
 PYTEST_FLAGS ?=
 LOCK_FLAGS ?=
+SEEDS ?= 50000
+START ?= 0
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz prove-kills clean
+.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz prove-kills prove-recovery simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +69,12 @@ prove-fuzz: setup ## the long random proof
 
 prove-kills: setup servers ## 20,000 events through relays that are killed 40 times, on PostgreSQL and MariaDB
 	$(BIN)/python -m tests.prove.kills
+
+prove-recovery: setup servers ## how long lanes stand still after a kill and a stop, and what an outage costs
+	$(BIN)/python -m tests.prove.recovery
+
+simulate: setup ## run the relay through simulated faults (SEEDS=50000, START=0)
+	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)
 
 clean: ## remove everything that is made, .venv too
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

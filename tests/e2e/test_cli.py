@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pty
 import re
 import signal
 import sqlite3
@@ -29,7 +28,7 @@ from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.settings import Settings
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
-from tests.servers import Database, Server, wait_until
+from tests.servers import Database, Server
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -730,117 +729,3 @@ class TestDevPostgres:
 def servers_place(pillarbox_home: Path) -> Path:
     """A home of its own, where a server of root may keep its data."""
     return pillarbox_home.with_name("cli")
-
-
-class TestDemo:
-    KEYS = (
-        "committed",
-        "written",
-        "lost",
-        "ghosts",
-        "out_of_order",
-        "rolled_back",
-        "transactions_per_second",
-        "seconds",
-    )
-
-    def test_balances(self, pillarbox: CommandLine, migrated: Database) -> None:
-        before = tables(migrated)
-        done = pillarbox("demo", "--seconds", "1.5", "--json")
-        figures = json.loads(done.stdout)
-        assert tuple(figures) == self.KEYS
-        assert figures["committed"] == figures["written"] > 0
-        assert figures["lost"] == figures["ghosts"] == figures["out_of_order"] == 0
-        assert figures["rolled_back"] > 0
-        assert figures["seconds"] >= 1.5
-        assert done.stderr == ""
-        assert tables(migrated) == before
-        for table in ("outbox", "routes", "lanes"):
-            assert execute(migrated, f"SELECT count(*) FROM pillarbox_{table}") == [(0,)]
-
-    @pytest.mark.usefixtures("embedded")
-    def test_without_a_database_in_one_of_its_own(self, pillarbox: CommandLine) -> None:
-        pillarbox("migrate")
-        lines = pillarbox("demo", "--seconds", "1").stdout.splitlines()
-        assert [line.rsplit("  ", 1)[0].strip().replace(" ", "_") for line in lines] == list(self.KEYS)
-        assert pillarbox.json("outbox", "stats") == {"groups": []}
-
-    @on_postgres
-    @pytest.mark.usefixtures("filled")
-    def test_leaves_the_rows_of_others_alone(self, pillarbox: CommandLine) -> None:
-        before = pillarbox.json("outbox", "list")
-        assert pillarbox.json("demo", "--seconds", "0.3")["ghosts"] == 0
-        assert pillarbox.json("outbox", "list") == before
-
-    @pytest.mark.parametrize(
-        ("cheat", "figure"),
-        [
-            ("DELETE FROM pillarbox_outbox", "lost"),
-            ("UPDATE pillarbox_outbox SET tenant = 'x'", "ghosts"),
-            ("UPDATE pillarbox_outbox SET id = -id", "out_of_order"),
-        ],
-    )
-    @on_sqlite
-    def test_says_so_if_it_does_not_balance(
-        self, pillarbox: CommandLine, migrated: Database, cheat: str, figure: str
-    ) -> None:
-        execute(
-            migrated,
-            f"CREATE TRIGGER cheat AFTER INSERT ON pillarbox_outbox BEGIN {cheat} WHERE id = NEW.id; END",
-        )
-        done = pillarbox("demo", "--seconds", "1.5", "--json", code=Exit.PROBLEM)
-        assert json.loads(done.stdout)[figure] > 0
-        assert done.stderr == "error: ledger and outbox do not agree: please report it, with the figures\n"
-
-    @pytest.mark.parametrize(
-        ("database", "number", "code"),
-        [("sqlite", signal.SIGINT, Exit.INTERRUPTED), ("embedded", signal.SIGTERM, Exit.TERMINATED)],
-        indirect=["database"],
-    )
-    def test_cleans_up_when_interrupted(
-        self, pillarbox: CommandLine, migrated: Database, number: signal.Signals, code: int
-    ) -> None:
-        before = tables(migrated)
-        process = pillarbox.start("demo", "--seconds", "60", stderr=subprocess.PIPE)
-        wait_until(lambda: execute(migrated, "SELECT count(*) FROM pillarbox_outbox") != [(0,)], "the demo to write")
-        process.send_signal(number)
-        printed, complaint = process.communicate(timeout=60)
-        assert process.returncode == code
-        assert printed == ""
-        assert "Traceback" not in complaint
-        assert tables(migrated) == before
-        assert execute(migrated, "SELECT count(*) FROM pillarbox_outbox") == [(0,)]
-
-    @on_postgres
-    def test_a_server_that_drops_its_connections(self, pillarbox: CommandLine, migrated: Database) -> None:
-        """Where the cut falls decides whether it goes on or gives up; both leave nothing behind and no stack trace."""
-        before = tables(migrated)
-        process = pillarbox.start("demo", "--seconds", "5", stderr=subprocess.PIPE)
-        written = "SELECT count(*) FROM pillarbox_outbox"
-        wait_until(lambda: execute(migrated, written) != [(0,)], "the demo to write")
-        execute(
-            migrated,
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name AND pid <> pg_backend_pid()",
-            name=migrated.name,
-        )
-        printed, complaint = process.communicate(timeout=60)
-        assert "Traceback" not in complaint
-        if process.returncode == 0:
-            assert re.search(r"^lost +0$", printed, re.MULTILINE)
-        else:
-            assert process.returncode == Exit.UNREACHABLE
-            assert printed == ""
-            assert "did not do as it was told" in complaint.splitlines()[-1]
-        assert tables(migrated) == before
-
-    @on_sqlite
-    @pytest.mark.usefixtures("migrated")
-    def test_tells_how_it_goes_on_a_terminal(self, pillarbox: CommandLine) -> None:
-        ours, theirs = pty.openpty()
-        process = pillarbox.start("demo", "--seconds", "1", "--json", stderr=theirs)
-        os.close(theirs)
-        with os.fdopen(ours, "rb", buffering=0) as terminal:
-            assert re.search(rb"\r +\d+\.\d s  [\d,]+ committed, [\d,]+ rolled back", terminal.read(200))
-            printed, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert tuple(json.loads(printed)) == self.KEYS

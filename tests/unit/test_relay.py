@@ -225,6 +225,31 @@ class TestLeases:
         assert world.sent == "a1"
 
     @in_virtual_time
+    async def test_h91_a_transport_that_cannot_be_closed_does_not_keep_its_lanes(self) -> None:
+        world = World(shards=4)
+
+        async def fail(_producer: str | None = None) -> None:
+            raise ConnectionResetError("gone")
+
+        world.broker.close = fail  # type: ignore[method-assign]
+        async with running(world.relay()):
+            await until(lambda: owners(world) == {"r1": 4})
+        assert owners(world) == {}
+
+    @in_virtual_time
+    async def test_h48_a_relay_that_comes_is_made_room_for_at_once(self) -> None:
+        """Not only when the others look at their leases the next time."""
+        world = World(shards=4)
+        bell = Doorbell(DeafCarrier())
+        one, two = (world.relay(name, bell=bell, pacing={"lease": 60.0}) for name in ("r1", "r2"))
+        async with running(one):
+            await until(lambda: owners(world) == {"r1": 4})
+            came_at = clock.current().monotonic()
+            async with running(two):
+                await until(lambda: owners(world) == {"r1": 2, "r2": 2})
+                assert clock.current().monotonic() - came_at < 1.0
+
+    @in_virtual_time
     async def test_a_relay_that_is_stopped_before_it_ran_does_not_run(self) -> None:
         relay = World().relay()
         task = asyncio.ensure_future(relay.run())

@@ -51,6 +51,11 @@ class Child:
         child.tell(**told)
         return child
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
     def tell(self, **told: Any) -> None:
         """Let it know something."""
         pipe = self._process.stdin

@@ -41,6 +41,7 @@ class Fate:
         self._world = world
         self._chaos = world.chaos
         self._draw = world.draw
+        self._relented_at = 0.0
 
     def plan(self, seconds: float) -> None:
         """Decide what happens when."""
@@ -54,6 +55,7 @@ class Fate:
         store = self._world.store
         self._chaos.note("fate relents")
         self._chaos.rate = 0.0
+        self._relented_at = self._chaos.loop.time()
         self._mend()
         for lane in store.lanes():
             store.pause_lane(lane, False)
@@ -153,7 +155,12 @@ class Fate:
     # -- people --------------------------------------------------------------------------------------------------------
 
     def look_at_the_dead(self) -> None:
-        """A person decides about every delivery that has failed for good."""
+        """A person decides about every delivery that has failed for good, and finds out in the end why a destination
+        rejects everything.
+        """
+        if self._chaos.loop.time() > self._relented_at + 60:
+            self._world.broker.refusals.clear()
+            self._world.handlers.refusals.clear()
         for stored in self._world.store.rows():
             if stored.status is Status.FAILED and not self._world.store.is_requested(stored.id):
                 for broker in (self._world.broker, self._world.handlers):

@@ -46,7 +46,7 @@ class Chaos:
 
     def note(self, *what: Any) -> None:
         """Add to the trace."""
-        self.trace.append((round(self.loop.time(), 6), *what))
+        self.trace.append((self.loop.time(), *what))
 
     def later(self, seconds: float, step: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
         """Do something that belongs to no process."""

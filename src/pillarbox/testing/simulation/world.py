@@ -8,6 +8,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,13 +25,13 @@ from .brokers import Broker, BrokerPublisher, NumberedBroker, event_of
 from .checker import Entry, Identity, Ledger, check
 from .fate import Fate
 from .loop import Life, SimulatedClock, SimulatedLoop
-from .store import SimulatedStore, Watch
+from .store import PROGRESS, SimulatedStore, Watch
 from .wire import Chaos, Wire
 from .writers import Writers
 
 LEASE = 5.0
 HANDLER = "handler"
-ACTIVE = 15.0
+ACTIVE = 12.0
 """Seconds in which things go wrong."""
 PATIENCE = 400.0
 """Seconds after that in which all that was committed must arrive."""
@@ -51,7 +52,7 @@ class Result:
     @property
     def lines(self) -> list[str]:
         """The trace, to be read."""
-        return [" ".join(map(_text, entry)) for entry in self.trace]
+        return [f"{when:10.6f} {' '.join(map(_text, what))}" for when, *what in self.trace]
 
     @property
     def digest(self) -> str:
@@ -93,7 +94,9 @@ class SimulatedCarrier:
 
 
 class World:
-    """Everything that a seed stands for. ``numbered``, ``failover`` and ``sessions`` leave less to chance."""
+    """Everything that a seed stands for. ``numbered``, ``failover`` and ``sessions`` leave less to chance; what is not
+    ``watched`` is judged by what arrives alone.
+    """
 
     shards = 2
 
@@ -104,6 +107,7 @@ class World:
         numbered: bool | None = None,
         failover: bool | None = None,
         sessions: bool | None = None,
+        watched: bool = True,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
         self.seed = seed
@@ -132,7 +136,7 @@ class World:
         self.store_away = False
         self.cut_off: set[Life] = set()
         self.disconnected: set[Life] = set()
-        self.watch = Watch(self)
+        self.watch = Watch(self, quiet=not watched)
         self.writers = self._writers(seed % 20 == 0 if sessions is None else sessions)
         self.fate = Fate(self)
         self.living: list[Life] = []
@@ -307,7 +311,7 @@ class World:
             self.disconnected.discard(life)
             return ConnectionError("the database is away")
         try:
-            with self.watch.over(name, args, options):
+            with self.watch.over(name, args, options) if name in PROGRESS else nullcontext():
                 result = _run_now(getattr(self.store, name)(*args, **options))
         except Exception as error:
             result = error

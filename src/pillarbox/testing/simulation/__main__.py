@@ -1,0 +1,93 @@
+"""Run many seeds: ``python -m pillarbox.testing.simulation --seeds 50000 --processes 2``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .world import Result, simulate
+
+CHUNK = 100
+TWICE = 100
+"""Every so many seeds one is run again, and must leave the same trace."""
+
+
+@dataclass
+class Report:
+    """What came of some seeds."""
+
+    seeds: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    failed: list[Result] = field(default_factory=list)
+
+    def __iadd__(self, other: Report) -> Report:
+        self.seeds += other.seeds
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.faults.update(other.faults)
+        self.failed += other.failed
+        return self
+
+
+def run(seeds: Iterable[int]) -> Report:
+    """Run seeds, one after the other."""
+    report = Report()
+    gc.disable()  # a world is one large knot: it goes at once, when it is over
+    try:
+        for seed in seeds:
+            result = simulate(seed)
+            if seed % TWICE == 0 and simulate(seed).digest != result.digest:
+                result.violations.append("not repeatable: another run of this seed left another trace")
+            report += Report(1, result.calls, result.seconds, result.faults, [result] if result.violations else [])
+            if seed % 20 == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m pillarbox.testing.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3_000, help="how many")
+    parser.add_argument("--start", type=int, default=0, help="the first one")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args(arguments)
+    end, started, report = options.start + options.seeds, time.perf_counter(), Report()
+    chunks = [range(first, min(first + CHUNK, end)) for first in range(options.start, end, CHUNK)]
+    if options.processes == 1:
+        for chunk in chunks:
+            report += run(chunk)
+    else:
+        with multiprocessing.Pool(options.processes) as pool:
+            for part in pool.imap_unordered(run, chunks):
+                report += part
+    sys.stdout.write(told(report, time.perf_counter() - started))
+    return int(bool(report.failed))
+
+
+def told(report: Report, seconds: float) -> str:
+    """The report as text, with the last lines of what went wrong."""
+    lines = [
+        f"{report.seeds:,} seeds in {seconds:.0f} s ({report.seeds / seconds:.0f} per second), "
+        f"{report.seconds / 3600:,.1f} virtual hours, {report.calls:,} calls",
+        f"{report.faults.total():,} faults: "
+        + ", ".join(f"{name} {count:,}" for name, count in report.faults.most_common()),
+        f"{len(report.failed):,} seeds with violations",
+    ]
+    for result in sorted(report.failed, key=lambda result: result.seed)[:10]:
+        lines += [f"seed {result.seed}:", *(f"  {violation}" for violation in result.violations[:10])]
+        lines += [f"    {line[:200]}" for line in result.lines[-30:]]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,441 @@
+"""Planted mistakes, and what must find each of them.
+
+A mutant changes the shipped code, the store in memory or the world. Where one layer would hide what another one does
+wrong, the mutant is run in a world without that layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from sqlalchemy.orm import Session
+
+from pillarbox import lane as lanes
+from pillarbox import relay as relays
+from pillarbox.bus import Bus
+from pillarbox.collector import Collector
+from pillarbox.lane import LaneWorker
+from pillarbox.outbox import LaneName
+from pillarbox.relay import Relay
+from pillarbox.session import BoundSession
+from pillarbox.stores import memory
+from pillarbox.stores.memory import MemoryStore
+from pillarbox.testing.simulation.brokers import NumberedBroker
+from pillarbox.transport import Message, Outcome, Rejection, Verdict
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass
+class Mutant:
+    """A mistake, the worlds in which it shows, and how."""
+
+    plant: Plant
+    shows: tuple[str, ...]
+    world: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.plant.__name__.removeprefix("_")
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
+    """Keep a mutant, with the invariants that may catch it."""
+
+    def keep(plant: Plant) -> Plant:
+        MUTANTS.append(Mutant(plant, shows, {"failover": False, "sessions": False} | world))
+        return plant
+
+    return keep
+
+
+# -- leases and fences -------------------------------------------------------------------------------------------------
+
+
+@mutant("fence")
+def _fence_removed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_fenced", lambda self, lane: self._lanes[lane.name])
+
+
+@mutant("fence")
+def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
+
+
+@mutant("fence", "I", failover=True)
+def _token_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
+
+
+@mutant("I", failover=True)
+def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
+    fenced = MemoryStore._fenced
+
+    def lenient(self: MemoryStore, lane: Any) -> Any:
+        return fenced(self, replace(lane, batch=self._lanes[lane.name].batch))
+
+    patch.setattr(MemoryStore, "_fenced", lenient)
+
+
+@mutant("lease")
+def _lease_taken_early(patch: pytest.MonkeyPatch) -> None:
+    free = MemoryStore._is_free
+    patch.setattr(MemoryStore, "_is_free", lambda self, lane, now: free(self, lane, now + 3.0))
+
+
+@mutant("I9")
+def _lease_never_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_is_free", lambda _self, lane, _now: not lane.paused and lane.locked_by is None)
+
+
+@mutant("lease")
+def _release_without_fence(patch: pytest.MonkeyPatch) -> None:
+    release = MemoryStore.release
+
+    async def careless(self: MemoryStore, relay: str, held: Sequence[Any], **options: Any) -> None:
+        found = [(lane, self._lanes[lane.name]) for lane in held]
+        now = [replace(lane, epoch=kept.epoch, token=kept.token) for lane, kept in found]
+        await release(self, relay, now, **options)
+
+    patch.setattr(MemoryStore, "release", careless)
+
+
+@mutant("lease", "I9")
+def _renew_without_fence(patch: pytest.MonkeyPatch) -> None:
+    renew = MemoryStore.renew
+
+    async def careless(self: MemoryStore, relay: str, held: Sequence[Any], **options: Any) -> frozenset[LaneName]:
+        await renew(self, relay, held, **options)
+        return frozenset(lane.name for lane in held)
+
+    patch.setattr(MemoryStore, "renew", careless)
+
+
+@mutant("lease")
+def _no_local_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaneWorker, "_check_lease", lambda _self: None)
+
+
+@mutant("lease")
+def _deadline_after_the_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Relay, "_deadline", lambda self, before: before + 2 * self._pacing.lease)
+
+
+@mutant("I3", "I9", numbered=True, watched=False)
+def _check_before_open(patch: pytest.MonkeyPatch) -> None:
+    """With no deadline of our own: that layer hides it."""
+    recover = LaneWorker._recover
+
+    async def hasty(self: LaneWorker, accepted: Any) -> Any:
+        self.lane = await self._store.amend(self.lane, ())
+        store, self._store = self._store, _Unfenced(self._store)  # type: ignore[assignment]
+        try:
+            return await recover(self, accepted)
+        finally:
+            self._store = store
+
+    patch.setattr(LaneWorker, "_check_lease", lambda _self: None)
+    patch.setattr(NumberedBroker, "_answers", lambda _self, _life: False)
+    patch.setattr(LaneWorker, "_recover", hasty)
+
+
+class _Unfenced:
+    def __init__(self, store: Any) -> None:
+        self.rebuild = store.rebuild
+
+    async def amend(self, lane: Any, _failures: Any) -> Any:
+        return lane
+
+
+# -- announcing and numbering ------------------------------------------------------------------------------------------
+
+
+@mutant("I1")
+def _settle_before_send(patch: pytest.MonkeyPatch) -> None:
+    deliver = LaneWorker._deliver
+
+    async def early(self: LaneWorker, items: Any) -> None:
+        if items is not None:
+            self.lane = await self._store.settle(self.lane)
+        await deliver(self, items)
+
+    patch.setattr(LaneWorker, "_deliver", early)
+
+
+@mutant("announce")
+def _send_before_announce(patch: pytest.MonkeyPatch) -> None:
+    next_batch = LaneWorker._next_batch
+
+    async def eager(self: LaneWorker, blocking: Any) -> Any:
+        plan, page = await next_batch(self, blocking)
+        if plan.items and (not self._publisher.capabilities.numbered or self._opened):
+            first = self.lane.next_number
+            await self._request([lanes._message(first + index, row) for index, row in enumerate(plan.items)])
+        return plan, page
+
+    patch.setattr(LaneWorker, "_next_batch", eager)
+
+
+@mutant("I1", numbered=True, watched=False)
+def _number_is_the_row_id(patch: pytest.MonkeyPatch) -> None:
+    message = lanes._message
+    patch.setattr(lanes, "_message", lambda _number, row: message(row.id, row))
+    patch.setattr(LaneWorker, "_check_not_ahead", lambda _self, _topic, _last: None)
+
+
+@mutant("I1", numbered=True)
+def _number_of_a_rejected_row_is_used_again(patch: pytest.MonkeyPatch) -> None:
+    amend = MemoryStore.amend
+
+    async def thrifty(self: MemoryStore, lane: Any, failures: Any, **options: Any) -> Any:
+        await amend(self, lane, failures, **options)
+        self._lanes[lane.name].next_number -= len(failures)
+        return self._lane(lane.name)
+
+    patch.setattr(MemoryStore, "amend", thrifty)
+
+
+@mutant("I1", "I3", "announce", numbered=True)
+def _rebuilt_from_what_is_there_now(patch: pytest.MonkeyPatch) -> None:
+    async def rebuild(self: MemoryStore, lane: Any) -> list[tuple[int, Any]]:
+        rows = sorted(self._lanes[lane.name].sending.values(), key=lambda stored: stored.id)
+        return [(lane.announced.first_number + place, stored.row) for place, stored in enumerate(rows)]
+
+    patch.setattr(MemoryStore, "rebuild", rebuild)
+
+
+@mutant("announce")
+def _unparked_between_announce_and_rebuild(patch: pytest.MonkeyPatch) -> None:
+    rebuild = MemoryStore.rebuild
+
+    async def generous(self: MemoryStore, lane: Any) -> list[tuple[int, Any]]:
+        found = await rebuild(self, lane)
+        free = self._redo(lane, self._lanes[lane.name], ())
+        return found + [(lane.next_number + place, stored.row) for place, stored in enumerate(free)]
+
+    patch.setattr(MemoryStore, "rebuild", generous)
+
+
+@mutant("I1", numbered=True)
+def _pushed_is_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
+    async def trusting(_self: Any, items: list[Any], topic: str, last: int) -> tuple[list[Any], None]:
+        return [item for item in items if item[1].topic != topic or item[0] > last], None
+
+    patch.setattr(LaneWorker, "_without_stored", trusting)
+
+
+@mutant("I1", numbered=True, failover=True)
+def _broker_ahead_of_the_database_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaneWorker, "_check_not_ahead", lambda _self, _topic, _last: None)
+
+
+@mutant("I3", numbered=True)
+def _broker_without_deduplication(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NumberedBroker, "is_new", lambda _self, _link, _message: True)
+
+
+@mutant("I3", numbered=True)
+def _producer_name_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    def everybody(self: NumberedBroker, link: Any, messages: Sequence[Message], reply: Any) -> None:
+        super(NumberedBroker, self).take(link, messages, reply)
+
+    patch.setattr(NumberedBroker, "_answers", lambda _self, _life: False)
+    patch.setattr(NumberedBroker, "take", everybody)
+
+
+# -- what a destination answers ----------------------------------------------------------------------------------------
+
+
+def _answered(patch: pytest.MonkeyPatch, change: Callable[[Outcome, int], Outcome]) -> None:
+    request = LaneWorker._request
+
+    async def changed(self: LaneWorker, messages: Sequence[Message]) -> Outcome:
+        return change(await request(self, messages), len(messages))
+
+    patch.setattr(LaneWorker, "_request", changed)
+
+
+@mutant("I1")
+def _timeout_is_success(patch: pytest.MonkeyPatch) -> None:
+    _answered(patch, lambda it, count: Outcome(range(count)) if it.unfinished is Verdict.UNKNOWN else it)
+
+
+@mutant("attempt")
+def _timeout_is_failure(patch: pytest.MonkeyPatch) -> None:
+    first = [Rejection(0, "no answer")]
+    _answered(patch, lambda it, _: Outcome((), first) if it.unfinished is Verdict.UNKNOWN else it)
+
+
+@mutant("attempt")
+def _attempt_burnt_by_outage(patch: pytest.MonkeyPatch) -> None:
+    first = [Rejection(0, "away")]
+    _answered(patch, lambda it, _: Outcome((), first) if it.unfinished is Verdict.UNAVAILABLE else it)
+
+
+@mutant("I1")
+def _rejection_not_written(patch: pytest.MonkeyPatch) -> None:
+    async def careless(_self: Any, items: list[Any], _asked: int, outcome: Outcome) -> list[Any]:
+        over = {*outcome.accepted, *(rejection.index for rejection in outcome.rejected)}
+        return [item for index, item in enumerate(items) if index not in over]
+
+    patch.setattr(LaneWorker, "_amend", careless)
+
+
+@mutant("I5")
+def _key_goes_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaneWorker, "_stop_key", lambda _self, _row, _failure, _stopped: None)
+
+
+@mutant("I1", numbered=False)
+def _abandoned_batch_counts_as_stored(patch: pytest.MonkeyPatch) -> None:
+    async def abandon(self: LaneWorker, _accepted: Any) -> None:
+        self._stored = True
+
+    patch.setattr(LaneWorker, "_abandon", abandon)
+
+
+@mutant("I9")
+def _deadly_message_is_sent_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lanes, "DEADLY_TRIES", 1_000_000)
+
+
+@mutant("I9")
+def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    take = MemoryStore.take
+
+    async def forgetful(self: MemoryStore, relay: str, **options: Any) -> list[Any]:
+        taken = await take(self, relay, **options)
+        for lane in taken:
+            self._lanes[lane.name].tries = 0
+        return [self._lane(lane.name) for lane in taken]
+
+    patch.setattr(MemoryStore, "take", forgetful)
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@mutant("I5")
+def _batch_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    plan = LaneWorker._plan
+
+    def shuffled(self: LaneWorker, page: Any) -> Any:
+        found = plan(self, page)
+        found.items.reverse()
+        return found
+
+    patch.setattr(LaneWorker, "_plan", shuffled)
+
+
+@mutant("I5")
+def _waiting_keys_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    lane = MemoryStore._lane
+    patch.setattr(MemoryStore, "_lane", lambda self, name: replace(lane(self, name), waiting=frozenset()))
+
+
+@mutant("I5")
+def _retries_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
+    def due(rows: Any, now: float) -> list[Any]:
+        return sorted((it for it in rows if it.due_at <= now and it.status != "FAILED"), key=lambda it: -it.id)
+
+    patch.setattr(memory, "_due_prefix", due)
+
+
+@mutant("I9")
+def _high_water_poll(patch: pytest.MonkeyPatch) -> None:
+    poll = MemoryStore.poll
+    highest: dict[Any, int] = {}
+
+    async def forward_only(self: MemoryStore, lane: Any, **options: Any) -> Any:
+        page = await poll(self, lane, **options)
+        mark = (id(self), lane.name)
+        fresh = tuple(row for row in page.fresh if row.id > highest.get(mark, 0))
+        highest[mark] = max([highest.get(mark, 0), *(row.id for row in fresh)])
+        return replace(page, fresh=fresh)
+
+    patch.setattr(MemoryStore, "poll", forward_only)
+
+
+# -- people ------------------------------------------------------------------------------------------------------------
+
+
+@mutant("I9")
+def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
+    """By whoever gives it, and not by the owner of the lane with its next announcement."""
+    request = MemoryStore.request
+
+    def at_once(self: MemoryStore, row: int, action: str, **options: Any) -> int:
+        if action == "discard":
+            self._move(row, memory.Status.DISCARDED)
+        return request(self, row, action, **options)
+
+    patch.setattr(MemoryStore, "request", at_once)
+
+
+@mutant("I9")
+def _nobody_looks_after_the_bell_was_lost(patch: pytest.MonkeyPatch) -> None:
+    async def deaf(_self: Relay) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(Relay, "_keep_looking", deaf)
+
+
+@mutant("I9")
+def _lanes_that_are_nobodys_share(patch: pytest.MonkeyPatch) -> None:
+    share = relays.fair_share
+    patch.setattr(relays, "fair_share", lambda relay, route, shards, census: min(1, share(relay, route, shards, census)))
+
+
+# -- handlers of the process -------------------------------------------------------------------------------------------
+
+
+@mutant("I1")
+def _failed_handler_counts_as_done(patch: pytest.MonkeyPatch) -> None:
+    send = Bus.send
+
+    async def optimistic(self: Bus, producer: str, messages: Sequence[Message]) -> Outcome:
+        await send(self, producer, messages)
+        return Outcome(range(len(messages)))
+
+    patch.setattr(Bus, "send", optimistic)
+
+
+@mutant("I5", watched=False)
+def _handlers_go_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
+    async def heedless(self: Bus, _producer: str, messages: Sequence[Message]) -> Outcome:
+        accepted, rejected = list[int](), list[Rejection]()
+        for index, message in enumerate(messages):
+            try:
+                await self._dispatch(message)
+                accepted.append(index)
+            except Exception as error:
+                rejected.append(Rejection(index, repr(error)))
+        return Outcome(accepted, rejected)
+
+    patch.setattr(Bus, "send", heedless)
+
+
+# -- collecting --------------------------------------------------------------------------------------------------------
+
+
+@mutant("I2", sessions=True)
+def _events_survive_a_savepoint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Collector, "rolled_back", lambda _self: None)
+
+
+@mutant("I1", sessions=True)
+def _events_alone_are_not_flushed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BoundSession, "_is_clean", Session._is_clean)
+
+
+@mutant("I5", sessions=True)
+def _events_are_written_backwards(patch: pytest.MonkeyPatch) -> None:
+    keep = Collector._without_repetitions
+    patch.setattr(Collector, "_without_repetitions", lambda self, entries: keep(self, entries)[::-1])
