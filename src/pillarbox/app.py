@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import URL, Connection, Engine, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
@@ -85,6 +85,8 @@ class Pillarbox:
         self.handlers: dict[str, Handler] = {}
         self.doorbell = Doorbell()
         self._relay_engine: AsyncEngine | None = None
+        self._relays: WeakSet[Relay] = WeakSet()
+        self._started = False
         self._outbox = _BoxOutbox(self)
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
         if isinstance(engine, AsyncEngine):
@@ -113,13 +115,17 @@ class Pillarbox:
         if self._row_security:
             async with self.engine.connect() as connection:
                 await connection.run_sync(check_role)
-        if self.engine.driver in ("asyncpg", "psycopg"):
-            self.doorbell = Doorbell(PostgresCarrier(with_own_pool(self.engine)))
+        if self.engine.driver in ("asyncpg", "psycopg") and not self._started:
+            self.doorbell.use(PostgresCarrier(with_own_pool(self.engine)))
+        self._started = True
 
     async def stop(self) -> None:
-        """Let go of everything that the box itself has opened."""
+        """Stop the relays of this box, and let go of everything that it has opened."""
+        for relay in [*self._relays]:
+            relay.stop()
+            await relay.finished()
         await self.doorbell.close()
-        self.doorbell = Doorbell()
+        self._started = False
         if self._relay_engine is not None:
             if self._relay_engine is not self._engine:
                 await self._relay_engine.dispose()
@@ -266,14 +272,17 @@ class Pillarbox:
             self._outbox.put_right(self._relay_engine.sync_engine)
         bus = Bus(self.handlers, self.decode)
         publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
-        return Relay(
+        relay = Relay(
             QueueStore(self._relay_engine),
             {**self.transports, **publishers},
             name=name,
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
             shards=shards,
             bell=self.doorbell,
+            shares_connection=self._relay_engine is self._engine,
         )
+        self._relays.add(relay)
+        return relay
 
     def decode(self, message: Message | Row) -> object:
         """The event in a message."""

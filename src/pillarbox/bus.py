@@ -46,17 +46,28 @@ class Bus:
             key = Key(message.headers.get("tenant_id"), message.key)
             if key in stopped:
                 continue
-            try:
-                await self._dispatch(message)
+            failure = await self._failure_of(message)
+            if failure is None:
                 accepted.append(index)
-            except Exception as error:
-                logger.warning("handler %s failed", message.topic, exc_info=True)
-                rejected.append(Rejection(index, f"{type(error).__name__}: {error}"))
+            else:
+                logger.debug("handler %s failed", message.topic, exc_info=failure)
+                rejected.append(Rejection(index, f"{type(failure).__name__}: {failure}"))
                 stopped.add(key)
         return Outcome(accepted, rejected)
 
     async def close(self, producer: str | None = None) -> None:
         """Nothing is open."""
+
+    async def _failure_of(self, message: Message) -> BaseException | None:
+        try:
+            await self._dispatch(message)
+        except asyncio.CancelledError as cancelled:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return cancelled  # what the handler waited for was cancelled, not we
+        except Exception as error:
+            return error
+        return None
 
     async def _dispatch(self, message: Message) -> None:
         handler = self._handlers[message.topic]

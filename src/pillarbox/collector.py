@@ -90,7 +90,7 @@ class _Entry(NamedTuple):
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "deliveries", "handled", "identities", "taken_over", "undone")
+    __slots__ = ("aggregates", "committed", "deliveries", "handled", "identities", "refused", "taken_over", "undone")
 
     def __init__(self) -> None:
         self.aggregates: dict[int, Aggregate] = {}
@@ -98,6 +98,7 @@ class _Frame:
         self.identities: dict[object, _Entry] = {}  # the entry keeps its event, and so the event's identity
         self.taken_over: list[tuple[Aggregate, list[Raised]]] = []
         self.handled: set[UUID] = set()
+        self.refused = False
         self.committed = False
         self.undone = False
 
@@ -217,7 +218,7 @@ class Collector:
                 for aggregate in prepared.values():
                     self._prepare_row(aggregate)
             flush_orm()
-            if self._touched.keys() <= prepared.keys():
+            if self._touched.keys() <= prepared.keys() and not self._unhandled():
                 with self.session.no_autoflush:
                     self._write()
                 return
@@ -228,20 +229,27 @@ class Collector:
 
     def _run_handlers(self) -> None:
         """Call the handlers that belong to the transaction, for what was raised and for what they raise in turn."""
+        if any(frame.refused for frame in self._frames):
+            raise SessionError("a handler has failed in this transaction: roll back")
         for _ in range(MAX_ROUNDS):
-            raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
-            raised += [entry.raised for entry in self._published]
-            fresh = [it for it in raised if self._outbox.inside(it) and not self._was_handled(it)]
+            fresh = self._unhandled()
             if not fresh:
                 return
             self._frames[-1].handled.update(it.event_id for it in fresh)
             for it in sorted(fresh, key=lambda it: it.sequence):
                 for handler in self._outbox.inside(it):
-                    self._run_handler(handler, it.event)
+                    try:
+                        self._run_handler(handler, it.event)
+                    except BaseException:
+                        self._frames[-1].refused = True  # whoever catches this must not commit without the handler
+                        raise
         raise SessionError(f"handlers were still raising events after {MAX_ROUNDS} rounds: they answer each other")
 
-    def _was_handled(self, raised: Raised) -> bool:
-        return any(raised.event_id in frame.handled for frame in self._frames)
+    def _unhandled(self) -> list[Raised]:
+        raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
+        raised += [entry.raised for entry in self._published]
+        handled = [frame.handled for frame in self._frames]
+        return [it for it in raised if self._outbox.inside(it) and not any(it.event_id in ids for ids in handled)]
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
         with self.session.no_autoflush:  # we are on the way to a flush

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Protocol
 
 from .outbox import LaneName
@@ -77,12 +78,15 @@ class Doorbell:
         if first:
             self._in_loop(self._answer)
 
+    def use(self, carrier: Carrier) -> None:
+        """From now on other processes are told, and heard, too."""
+        self._carrier = carrier
+        self._settle_in()
+
     def hear(self, hearer: Hearer) -> Callable[[], None]:
         """Tell ``hearer`` about every ring, here or elsewhere, until the result is called."""
-        self._loop = asyncio.get_running_loop()
         self._hearers.append(hearer)
-        if self._carrier is not None and self._listening is None:
-            self._listening = self._loop.create_task(self._carrier.listen(self._tell), name="doorbell: listen")
+        self._settle_in()
 
         def stop() -> None:
             self._hearers.remove(hearer)
@@ -92,8 +96,18 @@ class Doorbell:
 
         return stop
 
+    def _settle_in(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._listening, self._carrying = loop, None, None
+            self._rung.clear()  # what was rung in a loop that has ended was never answered
+        if self._carrier is not None and self._hearers and self._listening is None:
+            self._listening = loop.create_task(self._carrier.listen(self._tell), name="doorbell: listen")
+
     async def close(self) -> None:
-        """Let what is on its way go out, and stop."""
+        """Let what is on its way go out, and tell nobody else any more."""
+        if self._rung:
+            self._answer()
         if self._carrying is not None:
             await asyncio.wait([self._carrying], timeout=1.0)
         for task in (self._carrying, self._listening):
@@ -102,19 +116,19 @@ class Doorbell:
                 await asyncio.wait([task])
         self._carrying = self._listening = None
         if self._carrier is not None:
-            await self._carrier.close()
+            carrier, self._carrier = self._carrier, None
+            await carrier.close()
 
     def _in_loop(self, work: Callable[[], None]) -> None:
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:  # a plain Session, in a thread or without any loop
-            if self._loop is None or self._loop.is_closed():
-                with self._lock:
-                    self._rung.clear()
-            else:
-                self._loop.call_soon_threadsafe(work)
+        """In the loop of the relays and the carrier: whoever rings may be in a thread, or in a loop of its own."""
+        if self._loop is None:
+            with suppress(RuntimeError):
+                self._loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            with self._lock:
+                self._rung.clear()
         else:
-            self._loop.call_soon(work)
+            self._loop.call_soon_threadsafe(work)
 
     def _answer(self) -> None:
         with self._lock:

@@ -172,7 +172,7 @@ class LaneWorker:
         await self._stopping.wait()
 
     async def close(self) -> None:
-        """Let go of the transport."""
+        """Let go of the transport: whoever owns the lane now may need the producer's name."""
         await self._publisher.close(self._producer)
 
     async def _settle(self) -> None:
@@ -182,34 +182,38 @@ class LaneWorker:
 
     async def turn(self) -> bool:
         """Read, announce, send. False if there is nothing more to do."""
-        blocking = self._suspicion.blocking(self.lane)
-        if blocking is not None and not await self._rest_before_probe(blocking):
+        if back := self._suspicion.to_give_back(self.lane):
+            await self._give_back(back)
+        plan, page = await self._next_batch()
+        if self._publisher.capabilities.numbered and not await self._open({row.topic for row in plan.items}):
             return True
-        plan, page = await self._next_batch(blocking)
-        given_back = self._suspicion.give_back(self.lane)
-        if not (plan.items or plan.failures or plan.parked or page.requests or given_back):
+        if not (plan.items or plan.failures or plan.parked or page.requests):
             return False
-        if (
-            plan.items
-            and self._publisher.capabilities.numbered
-            and not await self._open({it.topic for it in plan.items})
-        ):
-            return True
         batch = Batch(
             items=[row.id for row in plan.items],
-            failures=[*given_back, *plan.failures],
+            failures=plan.failures,
             parked=plan.parked,
             requests=page.requests,
             cursor=page.cursor,
             details={"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {},
         )
         first = self.lane.next_number
+        await self._announce(batch)
+        if plan.items:
+            await self._deliver(list(enumerate(plan.items, start=first)))
+        return self._may_be_more(page, plan)
+
+    async def _announce(self, batch: Batch) -> None:
         self._check_lease()
         self.lane = await self._store.announce(self.lane, batch, settle=self.lane.announced is not None)
         self._stored = True
-        if plan.items:
-            await self._deliver(list(enumerate(plan.items, start=first)))
-        return self._may_be_more(page)
+
+    async def _give_back(self, attempts: list[Failure]) -> None:
+        """Take back what was counted while the destination rejected everything."""
+        try:
+            await self._announce(Batch(failures=attempts))
+        finally:
+            self._suspicion.given_back(self.lane)  # a row that a person has dealt with meanwhile is not asked for again
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -217,28 +221,55 @@ class LaneWorker:
     def _limit(self) -> int:
         return min(self.pace.batch, self._publisher.capabilities.max_messages)
 
-    async def _next_batch(self, blocking: Place | None) -> tuple[_Plan, Page]:
+    async def _next_batch(self) -> tuple[_Plan, Page]:
         self._check_lease()
         page = await self._store.poll(
             self.lane,
-            limit=1 if blocking else self._limit,
+            limit=self._limit,
             max_bytes=self.pace.max_bytes,
             paused=self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates),
         )
         plan = self._plan(page)
+        blocking = self._suspicion.blocking(self.lane)
         if blocking is not None:
-            plan.items = plan.items[-1:]  # a key that was not tried yet says most about the destination
-            if plan.items:
-                self._suspicion.probe(blocking)
+            plan.items = self._without_blocked(plan.items, blocking)
         plan.items, again = self._rates.within(plan.items, self.pace)
-        if again is not None and (self._alarm is None or self._alarm.when() <= asyncio.get_running_loop().time()):
-            self._alarm = asyncio.get_running_loop().call_later(again, self._bell.set)
+        if again is not None:
+            self._ring_after(again)
         return plan, page
 
-    def _may_be_more(self, page: Page) -> bool:
+    def _without_blocked(self, items: list[Row], place: Place) -> list[Row]:
+        """Nothing goes to a topic that rejects everything, but for one row now and then; what is behind waits."""
+        kept: list[Row] = []
+        held: set[Key] = set()
+        probed = False
+        for row in items:
+            if row.order_key in held:
+                continue
+            if row.topic != place.name[1]:
+                kept.append(row)
+                continue
+            held.add(row.order_key)
+            if not probed and self._suspicion.may_probe(place):
+                probed = True
+                kept.append(row)
+        if held:
+            wait = max(0.0, place.next_probe - clock.current().monotonic())
+            self.trouble = Trouble(f"{' '.join(place.name)} rejects everything: {place.reason}", wait)
+            self._ring_after(wait)
+        return kept
+
+    def _ring_after(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._alarm is None or self._alarm.when() <= loop.time():
+            self._alarm = loop.call_later(seconds, self._bell.set)
+
+    def _may_be_more(self, page: Page, plan: _Plan) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
         rows.
         """
+        if not (plan.items or plan.failures or plan.parked):
+            return bool(page.requests)
         rows = (*page.redo, *page.fresh)
         return (
             bool(self.lane.waiting or page.requests)
@@ -311,6 +342,9 @@ class LaneWorker:
         messages = self._next_request(items)
         outcome = await self._request(messages)
         accepted.update(messages[index].number for index in outcome.accepted)
+        if outcome.rejected and outcome.unfinished is not None and self._publisher.capabilities.numbered:
+            # What is below a rejected number must be known to be stored before that is written down: it comes again.
+            outcome = Outcome(outcome.accepted, unfinished=outcome.unfinished, reason=outcome.reason)
         if outcome.duplicates:
             logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
         if outcome.rejected:
@@ -337,9 +371,15 @@ class LaneWorker:
                 outcome = await self._publisher.send(self._producer, messages)
         except TimeoutError as error:
             outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=str(error) or "no answer in time")
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            outcome = _unknown(error)  # what the transport waited for was cancelled, not we
         except Exception as error:
-            logger.exception("%s: the transport failed", self.lane)
-            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"{type(error).__name__}: {error}")
+            logger.debug("%s: the transport failed", self.lane, exc_info=True)
+            outcome = _unknown(error)
+        if not (outcome.accepted or outcome.rejected or outcome.unfinished):
+            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason="the transport said nothing about any message")
         if outcome.accepted:
             self._went_well(messages, outcome.accepted)
         return outcome
@@ -379,8 +419,9 @@ class LaneWorker:
         return left
 
     def _rejected(self, row: Row, reason: str) -> Failure:
-        if self._suspicion.rejected(self.lane, row, redacted(reason)):
-            return Failure(row.id, row.attempts, redacted(reason), PROBES.cap)  # others are tried before it again
+        attempts = self._suspicion.rejected(self.lane, row, redacted(reason))
+        if attempts is not None:
+            return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
         return self._failed(row, reason)
 
     async def _send_suspect(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome | None]:
@@ -439,7 +480,7 @@ class LaneWorker:
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
             outcome = await self._request([_message(*pushed[-1])])
             if not outcome.accepted:
-                return items, replace_verdict(outcome)
+                return items, _unanswered(outcome)
             if not outcome.duplicates:
                 raise LaneHaltedError(
                     f"{topic} stored message {last} of {self._producer} again, which it said it had: "
@@ -482,15 +523,6 @@ class LaneWorker:
         self.failures += 1
         self._opened.clear()
         return await self.wait(BREAKER.delay(self.failures, self._draw), said)
-
-    async def _rest_before_probe(self, place: Place) -> bool:
-        """The destination rejects everything: wait for our chance to try one row."""
-        seconds = place.next_probe - clock.current().monotonic()
-        if seconds <= 0:
-            return True
-        self.failures += 1
-        await self.wait(seconds, f"{' '.join(place.name)} rejects everything: {place.reason}")
-        return False
 
     async def wait(self, seconds: float, why: str) -> bool:
         """Do nothing for a while, and say why. False if we are to stop."""
@@ -564,7 +596,7 @@ class _Rates:
                     level, seen = self._levels[name]
                     self._levels[name] = level - 1, seen
         waits = [1.0 / rate for name, rate in rates.items() if room[name] < 1]
-        return kept, min(max(waits), 60.0) if waits else None
+        return kept, min(*waits, 60.0) if waits else None
 
     def _available(self, name: str | None, rate: float) -> float:
         now = clock.current().monotonic()
@@ -574,7 +606,11 @@ class _Rates:
         return level
 
 
-def replace_verdict(outcome: Outcome) -> Outcome:
+def _unknown(error: BaseException) -> Outcome:
+    return Outcome((), unfinished=Verdict.UNKNOWN, reason=f"{type(error).__name__}: {error}")
+
+
+def _unanswered(outcome: Outcome) -> Outcome:
     """A probe that was not accepted leaves everything below it unknown."""
     reason = outcome.reason or (outcome.rejected[0].reason if outcome.rejected else "")
     return Outcome((), unfinished=outcome.unfinished or Verdict.UNKNOWN, reason=reason)

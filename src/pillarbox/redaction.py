@@ -7,14 +7,17 @@ import re
 MAX_CHARACTERS = 500
 
 _SECRETS = (
-    (re.compile(r"(://[^:/@\s]*):[^@\s]*@"), r"\1:***@"),
+    (re.compile(r"\[(?:SQL|parameters): .*|\bDETAIL: .*"), "…"),  # they quote people's data
+    (re.compile(r"(://[^:/@\s]*):[^/\s]*@"), r"\1:***@"),
+    (re.compile(r"://[^:/@\s]+@"), "://***@"),
     (re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*"), "***"),
-    (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|$)", re.DOTALL), "***"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+"), r"\1 ***"),
+    (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|$)"), "***"),
+    (re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?\w+|bearer|basic)\s+[\w.~+/=-]+"), r"\1 ***"),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), "***"),
     (
         re.compile(
-            r"""(?i)\b(pass(?:word|wd)?|pwd|secret|token|api[_-]?key|access[_-]?key)("?\s*[=:]\s*)("[^"]*"|[^\s,;&]+)"""
+            r"""(?i)([\w-]*(?:pass(?:word|wd)?|pwd|secret|token|api[_-]?key|access[_-]?key))"""
+            r"""(["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;&)}\]]+)"""
         ),
         r"\1\2***",
     ),

@@ -31,6 +31,7 @@ from .transport import Publisher
 logger = logging.getLogger("pillarbox")
 
 QUICKEST_LOOK = 0.02
+CLOSE_SECONDS = 2.0
 STALLED = 4
 """`Relay.drain` leaves a lane whose destination was not to be had so often in a row."""
 
@@ -77,6 +78,7 @@ class Relay:
         shards: Collection[int] | None = None,
         bell: Doorbell | None = None,
         draw: Callable[[], float] = random.random,
+        shares_connection: bool = False,
     ) -> None:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
         self.counts = Counts()
@@ -86,7 +88,8 @@ class Relay:
         self._shards = None if shards is None else frozenset(shards)
         self._bell = bell
         self._draw = draw
-        self._suspicion = Suspicion(draw)
+        self._shares_connection = shares_connection
+        self._suspicion = Suspicion(draw, self._heard)
         self._workers: dict[LaneName, LaneWorker] = {}
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
         self._stumbles: dict[LaneName, int] = {}
@@ -98,11 +101,19 @@ class Relay:
         self._leaving = False
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._finished.set()
 
     # -- what people do with it ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Send until `stop` is called or we are cancelled. Lanes are released on the way out."""
+        if self._shares_connection:
+            raise ConfigurationError(
+                "an in-memory SQLite has one connection, and a relay beside the service would commit the service's "
+                "transactions: use a file, or drain() while nothing else runs"
+            )
+        self._finished.clear()
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
         looking = asyncio.ensure_future(self._keep_looking())
         try:
@@ -116,13 +127,20 @@ class Relay:
             if stop_hearing is not None:
                 stop_hearing()
             looking.cancel()
-            await self._leave()
-            self._stopping = False  # it may run again
+            try:
+                await self._leave()
+            finally:
+                self._stopping = False  # it may run again
+                self._finished.set()
 
     def stop(self) -> None:
         """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
         self._stopping = True
         self._wake.set()
+
+    async def finished(self) -> None:
+        """Wait until `run` has returned, or is about to."""
+        await self._finished.wait()
 
     async def run_once(self) -> Counts:
         """Take every lane that is free, take one turn of each, and let them go; what was done comes back."""
@@ -195,9 +213,11 @@ class Relay:
         return census
 
     async def _renew_when_due(self, census: Census) -> None:
-        now = clock.current().monotonic()
-        if self._renewed_at is None or now - self._renewed_at >= self._pacing.lease / 4:
+        comes = self._renewed_at is None
+        if comes or clock.current().monotonic() - (self._renewed_at or 0.0) >= self._pacing.lease / 4:
             await self._renew(census)
+        if comes:
+            self._ring()  # the others make room at once
 
     async def _renew(self, census: Census) -> None:
         before = clock.current().monotonic()
@@ -206,7 +226,7 @@ class Relay:
             self.name,
             lanes,
             lease=self._pacing.lease,
-            serves=self._served(census),
+            serves=() if self._leaving else self._served(census),
             shards=self._shards,
             troubles={name: it.trouble for name, it in self._workers.items() if it.trouble is not None},
         )
@@ -231,6 +251,9 @@ class Relay:
     def _balance(self, census: Census) -> dict[int, int]:
         """Let go of what is too much; how many lanes of each route we may take comes back."""
         wanted: dict[int, int] = {}
+        for worker in self._workers.values():
+            if census.routes.get(worker.lane.route.id) != worker.lane.route:
+                worker.stop()  # somebody has changed the route: whoever takes the lane next goes by the new one
         for route in sorted(self._served(census)):
             mine = [worker for name, worker in self._workers.items() if name.route == route]
             paused = [worker for worker in mine if worker.lane.name in census.paused]
@@ -256,7 +279,11 @@ class Relay:
     async def _take(self, wanted: Mapping[int, int], *, once: bool = False) -> None:
         before = clock.current().monotonic()
         lanes = await self._store.take(self.name, lease=self._pacing.lease, wanted=wanted, shards=self._shards)
+        if strange := [lane for lane in lanes if lane.route.needs not in self._publishers]:
+            await self._store.release(self.name, strange)
         for lane in lanes:
+            if lane.route.needs not in self._publishers:
+                continue
             if lane.name in self._workers:
                 self._workers[lane.name].lose()
             self._workers[lane.name] = worker = self._worker(lane, self._deadline(before))
@@ -303,18 +330,33 @@ class Relay:
             await self._let_go([worker])
 
     async def _let_go(self, workers: Collection[LaneWorker], *, leaving: bool = False) -> None:
+        for worker in workers:
+            await self._close(worker)
         try:
-            for worker in workers:
-                await worker.close()
             await self._store.release(self.name, [worker.lane for worker in workers], leaving=leaving)
         except Exception as error:
             logger.warning("relay %s: %d lanes wait for their leases to end: %s", self.name, len(workers), _said(error))
         else:
             self._ring()
 
+    async def _close(self, worker: LaneWorker) -> None:
+        """Let go of the producer. A transport that cannot do that keeps nobody from taking the lane."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await worker.close()
+        except Exception as error:
+            logger.warning("relay %s: a producer of %s cannot be closed: %s", self.name, worker.lane, _said(error))
+
     async def _leave(self) -> None:
-        """Finish, release everything, and be gone from the census. Who is ready does not wait for the others."""
         self._leaving = True
+        try:
+            await self._finish_and_release()
+        finally:
+            self._renewed_at = None
+            self._leaving = False
+
+    async def _finish_and_release(self) -> None:
+        """Finish, release everything, and be gone from the census. Who is ready does not wait for the others."""
         workers = {task: self._workers[name] for name, task in self._tasks.items()}
         for worker in workers.values():
             worker.stop()
@@ -322,21 +364,19 @@ class Relay:
         while workers and clock.current().monotonic() < until:
             done, _ = await asyncio.wait(workers, timeout=min(0.2, self._pacing.lease / 5))
             if len(done) < len(workers):
+                await self._renew_quietly()  # from now on nobody counts on us
                 await self._let_go([workers.pop(task) for task in done])
-                await self._renew_quietly()
             else:
                 break
         for task in workers:
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
         await self._let_go(workers.values(), leaving=True)
-        self._renewed_at = None
-        self._leaving = False
 
     async def _renew_quietly(self) -> None:
         try:
             if self._census is not None:
-                await self._renew_when_due(self._census)
+                await self._renew(self._census)
         except Exception as error:
             logger.debug("relay %s: leases could not be renewed while leaving: %s", self.name, _said(error))
 
@@ -420,13 +460,14 @@ class Relay:
     async def _until_quiet(self, census: Census) -> None:
         while True:
             self._progress.clear()
+            await self._renew_when_due(census)
             if all(worker.idle or _is_stuck(worker) for worker in self._workers.values()):
                 return
             try:
                 async with asyncio.timeout(self._pacing.lease / 3):
                     await self._progress.wait()
             except TimeoutError:
-                await self._renew(census)
+                pass
 
 
 def _said(error: BaseException) -> str:

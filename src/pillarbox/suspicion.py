@@ -3,13 +3,14 @@
 A missing right or a wrong schema makes a broker reject every message, and each rejection looks like the message's own
 fault; a million deliveries would be dead in minutes. So rejections are counted per destination and topic, over all
 lanes of a relay: twenty different keys without a success between them, or three if the topic never took anything from
-this relay, and these lanes stop. Attempts are taken back, and one row at a time is tried until one is accepted.
+this relay or if all of them were rejected twice, and what goes there stops. Attempts are taken back, and one row at a
+time is tried until one is accepted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from . import clock
@@ -29,7 +30,8 @@ class Place:
 
     name: tuple[str, str]
     has_accepted: bool = False
-    keys: set[Key] = field(default_factory=set)
+    keys: dict[Key, int] = field(default_factory=dict)
+    """How often each was rejected."""
     attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
     """Per lane the rejected rows, with the attempts that they had before."""
     lanes: set[LaneName] = field(default_factory=set)
@@ -42,8 +44,11 @@ class Place:
 class Suspicion:
     """What one relay has seen of its destinations."""
 
-    def __init__(self, draw: Callable[[], float]) -> None:
+    def __init__(
+        self, draw: Callable[[], float], wake: Callable[[Collection[LaneName]], object] = lambda _lanes: None
+    ) -> None:
         self._draw = draw
+        self._wake = wake
         self._places: dict[tuple[str, str], Place] = {}
 
     def accepted(self, lane: Lane, topic: str) -> None:
@@ -55,25 +60,24 @@ class Suspicion:
         place.keys.clear()
         place.attempts.clear()
 
-    def rejected(self, lane: Lane, row: Row, reason: str) -> bool:
-        """Count a rejection. True: it is the destination's fault, and not an attempt of this row."""
+    def rejected(self, lane: Lane, row: Row, reason: str) -> int | None:
+        """Count a rejection. If it is the destination's fault, the attempts that this row really had come back."""
         place = self._place(lane, row.topic)
-        place.keys.add(row.order_key)
+        place.keys[row.order_key] = place.keys.get(row.order_key, 0) + 1
         place.lanes.add(lane.name)
         place.reason = reason
         place.attempts.setdefault(lane.name, {}).setdefault(row.id, row.attempts)
-        if not place.blocked and len(place.keys) >= (MANY_KEYS if place.has_accepted else FEW_KEYS):
+        if not place.blocked and _is_suspicious(place):
             place.blocked = True
-            self.probe(place)
+            self._postpone(place)
             logger.error(
                 "%s rejects everything (%d different keys, %s): its lanes stop, and no attempt is counted",
                 " ".join(place.name),
                 len(place.keys),
                 reason,
             )
-        if place.blocked:
-            place.attempts[lane.name].pop(row.id, None)
-        return place.blocked
+            self._wake(place.lanes)  # they have attempts to take back
+        return place.attempts[lane.name].pop(row.id) if place.blocked else None
 
     def blocking(self, lane: Lane) -> Place | None:
         """The place that keeps this lane from going on."""
@@ -82,21 +86,39 @@ class Suspicion:
                 return place
         return None
 
-    def probe(self, place: Place) -> None:
-        """Somebody tries one row now: the next try comes later."""
+    def _postpone(self, place: Place) -> None:
         place.probes += 1
         wait = PROBES.ceiling(place.probes) * (0.5 + self._draw() / 2)
         place.next_probe = clock.current().monotonic() + wait
 
-    def give_back(self, lane: Lane) -> list[Failure]:
+    def to_give_back(self, lane: Lane) -> list[Failure]:
         """Attempts that were counted before we knew better."""
         return [
             Failure(row, attempts, None, 0.0)
             for place in self._places.values()
             if place.blocked
-            for row, attempts in place.attempts.pop(lane.name, {}).items()
+            for row, attempts in place.attempts.get(lane.name, {}).items()
         ]
+
+    def given_back(self, lane: Lane) -> None:
+        """They are written down."""
+        for place in self._places.values():
+            if place.blocked:
+                place.attempts.pop(lane.name, None)
+
+    def may_probe(self, place: Place) -> bool:
+        """Whether it is time to try one row, and nobody else has taken the chance: then it is ours."""
+        if clock.current().monotonic() < place.next_probe:
+            return False
+        self._postpone(place)
+        return True
 
     def _place(self, lane: Lane, topic: str) -> Place:
         name = (lane.route.destination, topic)
         return self._places.setdefault(name, Place(name))
+
+
+def _is_suspicious(place: Place) -> bool:
+    if len(place.keys) < FEW_KEYS:
+        return False
+    return len(place.keys) >= MANY_KEYS or not place.has_accepted or min(place.keys.values()) > 1

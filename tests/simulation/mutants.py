@@ -2,12 +2,16 @@
 
 A mutant changes the shipped code, the store in memory or the world. Where one layer would hide what another one does
 wrong, the mutant is run in a world without that layer.
+
+    python -m tests.simulation.mutants        how many seeds each of them takes
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +24,12 @@ from pillarbox import relay as relays
 from pillarbox.bus import Bus
 from pillarbox.collector import Collector
 from pillarbox.lane import LaneWorker
-from pillarbox.outbox import LaneName
+from pillarbox.outbox import LaneName, Status
 from pillarbox.relay import Relay
 from pillarbox.session import BoundSession
 from pillarbox.stores import memory
 from pillarbox.stores.memory import MemoryStore
+from pillarbox.testing.simulation import simulate, wire, writers
 from pillarbox.testing.simulation.brokers import NumberedBroker
 from pillarbox.transport import Message, Outcome, Rejection, Verdict
 
@@ -56,6 +61,18 @@ def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
     return keep
 
 
+LIMIT = 1_000
+
+
+def seeds_to_catch(planted: Mutant) -> tuple[int, str]:
+    """How many seeds it takes, and what was seen then; nothing, if it gets away."""
+    for seed in range(LIMIT):
+        for violation in simulate(seed, **planted.world).violations:
+            if violation.startswith(planted.shows):
+                return seed + 1, violation
+    return LIMIT, ""
+
+
 # -- leases and fences -------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +86,7 @@ def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
 
 
-@mutant("fence", "I", failover=True)
+@mutant("fence", "I", failover=True, focus=("renew", ["late", "slow"]))
 def _token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
 
@@ -128,9 +145,11 @@ def _deadline_after_the_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Relay, "_deadline", lambda self, before: before + 2 * self._pacing.lease)
 
 
-@mutant("I3", "I9", numbered=True, watched=False)
+@mutant("I3", numbered=True, watched=False, focus=("amend", ["pause"]))
 def _check_before_open(patch: pytest.MonkeyPatch) -> None:
-    """With no deadline of our own: that layer hides it."""
+    """A broker that gives a name to whoever asks, and no deadline of our own: these layers hide it. Rejections and naps
+    of the right length bring it out.
+    """
     recover = LaneWorker._recover
 
     async def hasty(self: LaneWorker, accepted: Any) -> Any:
@@ -142,8 +161,11 @@ def _check_before_open(patch: pytest.MonkeyPatch) -> None:
             self._store = store
 
     patch.setattr(LaneWorker, "_check_lease", lambda _self: None)
+    patch.setattr(LaneWorker, "_within_lease", nullcontext)
     patch.setattr(NumberedBroker, "_answers", lambda _self, _life: False)
     patch.setattr(LaneWorker, "_recover", hasty)
+    patch.setattr(wire, "PAUSE", (5.5, 6.5))
+    patch.setattr(writers, "BITTERNESS", (0.8,))
 
 
 class _Unfenced:
@@ -241,13 +263,14 @@ def _broker_without_deduplication(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumberedBroker, "is_new", lambda _self, _link, _message: True)
 
 
-@mutant("I3", numbered=True)
+@mutant("I3", numbered=True, focus=("send", ["late"]))
 def _producer_name_is_not_held(patch: pytest.MonkeyPatch) -> None:
     def everybody(self: NumberedBroker, link: Any, messages: Sequence[Message], reply: Any) -> None:
         super(NumberedBroker, self).take(link, messages, reply)
 
     patch.setattr(NumberedBroker, "_answers", lambda _self, _life: False)
     patch.setattr(NumberedBroker, "take", everybody)
+    patch.setattr(writers, "BITTERNESS", (0.8,))
 
 
 # -- what a destination answers ----------------------------------------------------------------------------------------
@@ -373,7 +396,7 @@ def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: MemoryStore, row: int, action: str, **options: Any) -> int:
         if action == "discard":
-            self._move(row, memory.Status.DISCARDED)
+            self._move(row, Status.DISCARDED)
         return request(self, row, action, **options)
 
     patch.setattr(MemoryStore, "request", at_once)
@@ -390,7 +413,7 @@ def _nobody_looks_after_the_bell_was_lost(patch: pytest.MonkeyPatch) -> None:
 @mutant("I9")
 def _lanes_that_are_nobodys_share(patch: pytest.MonkeyPatch) -> None:
     share = relays.fair_share
-    patch.setattr(relays, "fair_share", lambda relay, route, shards, census: min(1, share(relay, route, shards, census)))
+    patch.setattr(relays, "fair_share", lambda *asked: min(1, share(*asked)))
 
 
 # -- handlers of the process -------------------------------------------------------------------------------------------
@@ -439,3 +462,15 @@ def _events_alone_are_not_flushed(patch: pytest.MonkeyPatch) -> None:
 def _events_are_written_backwards(patch: pytest.MonkeyPatch) -> None:
     keep = Collector._without_repetitions
     patch.setattr(Collector, "_without_repetitions", lambda self, entries: keep(self, entries)[::-1])
+
+
+def main() -> None:
+    for planted in MUTANTS:
+        with pytest.MonkeyPatch.context() as patch:
+            planted.plant(patch)
+            seeds, violation = seeds_to_catch(planted)
+        sys.stdout.write(f"{planted!s:45} {seeds:5}  {violation or 'NOT CAUGHT'}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -29,23 +29,25 @@ def row(number: int, *, key: str | None = None, attempts: int = 0, topic: str = 
 class TestJudgement:
     def test_three_keys_are_enough_if_it_never_took_anything(self) -> None:
         suspicion = Suspicion(half)
-        verdicts = [suspicion.rejected(lane(), row(number), "no") for number in range(1, FEW_KEYS + 1)]
+        verdicts = [suspicion.rejected(lane(), row(number), "no") is not None for number in range(1, FEW_KEYS + 1)]
         assert verdicts == [False, False, True]
 
     def test_twenty_keys_are_needed_if_it_did(self) -> None:
         suspicion = Suspicion(half)
         suspicion.accepted(lane(), TOPIC)
-        verdicts = [suspicion.rejected(lane(), row(number), "no") for number in range(1, MANY_KEYS + 1)]
+        verdicts = [suspicion.rejected(lane(), row(number), "no") is not None for number in range(1, MANY_KEYS + 1)]
         assert verdicts == [False] * (MANY_KEYS - 1) + [True]
 
     def test_one_key_is_never_enough(self) -> None:
         suspicion = Suspicion(half)
-        assert not any(suspicion.rejected(lane(), row(number, key="poison"), "no") for number in range(1, 100))
+        assert not any(
+            suspicion.rejected(lane(), row(number, key="poison"), "no") is not None for number in range(1, 100)
+        )
 
     def test_a_success_between_them_counts(self) -> None:
         suspicion = Suspicion(half)
         for number in range(1, 100):
-            assert not suspicion.rejected(lane(), row(number), "no")
+            assert suspicion.rejected(lane(), row(number), "no") is None
             suspicion.accepted(lane(), TOPIC)
 
     def test_lanes_are_counted_together_and_topics_are_not(self) -> None:
@@ -60,7 +62,7 @@ class TestJudgement:
     def test_the_key_of_another_tenant_is_another_key(self) -> None:
         place = Suspicion(half)
         assert row(1).order_key == Key(None, "k1")
-        assert not place.rejected(lane(), row(1, key="k"), "no")
+        assert place.rejected(lane(), row(1, key="k"), "no") is None
 
 
 class TestLanes:

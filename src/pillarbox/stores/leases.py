@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -31,7 +32,7 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Status, Trouble
@@ -43,6 +44,9 @@ _T = TypeVar("_T")
 
 AT_A_TIME = 4
 """How many statements or transactions of one store are under way at once."""
+
+HUNG_SECONDS = 10.0
+"""What takes longer than this will not come back."""
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
@@ -59,28 +63,42 @@ class Leases:
         self._engine = engine.execution_options(**level)
         # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
         self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
-        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster.
-        self._turns = asyncio.Semaphore(1 if isinstance(engine.sync_engine.pool, StaticPool) else AT_A_TIME)
+        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster; but leases
+        # must not wait behind the lanes.
+        shared = isinstance(engine.sync_engine.pool, StaticPool)
+        self._turns = asyncio.Semaphore(1 if shared else AT_A_TIME)
+        self._lease_turns = self._turns if shared else asyncio.Semaphore(1)
 
     async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it on a connection where every statement is a transaction of its own."""
-        with explained():
-            async with self._turns, self._reader.connect() as connection:
-                return await connection.run_sync(work, *arguments)
+        return await self._run(self._turns, self._reader.connect, work, *arguments)
 
     async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
+        return await self._run(self._turns, self._engine.begin, work, *arguments)
+
+    async def _run(
+        self,
+        turns: asyncio.Semaphore,
+        connect: Callable[[], AbstractAsyncContextManager[AsyncConnection]],
+        work: Callable[..., _T],
+        *arguments: Any,
+    ) -> _T:
+        # A connection may hang without an error, when a packet filter forgets it: then we want another one.
         with explained():
-            async with self._turns, self._engine.begin() as connection:
+            async with turns, asyncio.timeout(HUNG_SECONDS), connect() as connection:
                 return await connection.run_sync(work, *arguments)
 
+    async def _lease(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        return await self._run(self._lease_turns, self._engine.begin, work, *arguments)
+
     async def census(self) -> Census:
-        return await self.each_alone(_census)
+        return await self._run(self._lease_turns, self._reader.connect, _census)
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
     ) -> list[Lane]:
-        return await self.all_or_nothing(_take, relay, lease, wanted, shards)
+        return await self._lease(_take, relay, lease, wanted, shards)
 
     async def renew(
         self,
@@ -93,10 +111,10 @@ class Leases:
         troubles: Mapping[LaneName, Trouble] | None = None,
     ) -> frozenset[LaneName]:
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
-        return await self.all_or_nothing(_renew, relay, alive, lanes, troubles or {})
+        return await self._lease(_renew, relay, alive, lanes, troubles or {})
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
-        await self.all_or_nothing(_release, relay, lanes, leaving)
+        await self._lease(_release, relay, lanes, leaving)
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:

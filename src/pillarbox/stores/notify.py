@@ -17,6 +17,7 @@ from uuid import uuid4
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..outbox import LaneName
+from ..redaction import redacted
 
 logger = logging.getLogger("pillarbox")
 
@@ -35,6 +36,7 @@ class PostgresCarrier:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._sender: AsyncConnection | None = None
+        self._sending = asyncio.Lock()
         self._heard = asyncio.Event()
         self._echo = ""
         self.works = False
@@ -52,12 +54,11 @@ class PostgresCarrier:
                     logger.warning(
                         "LISTEN does not work on this connection (%s): relays look at the outbox by themselves, which "
                         "is slower; through a pooler, give the relay a direct connection",
-                        error,
+                        redacted(f"{type(error).__name__}: {error}"),
                     )
-                told = True
-            else:
-                told = False
-            self.works = False
+                told = not self.works
+            finally:
+                self.works = False
             await asyncio.sleep(ECHO_SECONDS)
 
     async def close(self) -> None:
@@ -67,6 +68,10 @@ class PostgresCarrier:
         await self._engine.dispose()
 
     async def _notify(self, payload: str) -> None:
+        async with self._sending, asyncio.timeout(ECHO_SECONDS):
+            await self._send(payload)
+
+    async def _send(self, payload: str) -> None:
         try:
             if self._sender is None:
                 self._sender = await self._engine.connect()

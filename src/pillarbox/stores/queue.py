@@ -33,6 +33,7 @@ from .leases import Leases, fenced, is_, lease_lost, stored
 from .tables import outbox, requests
 
 _OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
+_PARKED_TO_FREE = 10_000
 _KEYS_WITH_FOLLOWERS = 8
 """How many keys of a page bring the rows behind their first one: each costs a statement."""
 
@@ -44,6 +45,14 @@ class QueueStore(Appender, Leases):
         Appender.__init__(self)
         Leases.__init__(self, engine)
         self._is_postgres = engine.dialect.name == "postgresql"
+
+    async def take(
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+    ) -> list[Lane]:
+        taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
+        skipping = [lane for lane in taken if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP]
+        free = {lane.name: await self.all_or_nothing(_free_parked, lane) for lane in skipping}
+        return [free.get(lane.name, lane) for lane in taken]
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
         return await self.each_alone(_ready, sorted(routes), relay)
@@ -98,6 +107,13 @@ class QueueStore(Appender, Leases):
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _free_parked(connection: Connection, lane: Lane) -> Lane:
+    """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what waits."""
+    fenced(connection, lane, tries=lane.tries)
+    parked = connection.scalars(select(outbox.c.id).where(_of(lane), is_(Status.PARKED)).limit(_PARKED_TO_FREE)).all()
+    return _after(connection, lane, parked)
 
 
 def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:

@@ -76,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def told(report: Report, seconds: float) -> str:
     """The report as text, with the last lines of what went wrong."""
+    faults = ", ".join(f"{name} {count:,}" for name, count in report.faults.most_common())
     lines = [
-        f"{report.seeds:,} seeds in {seconds:.0f} s ({report.seeds / seconds:.0f} per second), "
+        f"{report.seeds:,} seeds in {seconds:.0f} s: {report.seeds / seconds:.0f} per second",
         f"{report.seconds / 3600:,.1f} virtual hours, {report.calls:,} calls",
-        f"{report.faults.total():,} faults: "
-        + ", ".join(f"{name} {count:,}" for name, count in report.faults.most_common()),
+        f"{report.faults.total():,} faults: {faults}",
         f"{len(report.failed):,} seeds with violations",
     ]
     for result in sorted(report.failed, key=lambda result: result.seed)[:10]:

@@ -48,7 +48,7 @@ class Fate:
         for _ in range(self._draw.randrange(14)):
             self._chaos.later(self._chaos.between(0.5, seconds), self._happen, self._draw.choice(EVENTS))
         if self._world.failover:
-            self._chaos.later(self._chaos.between(1, seconds - 6), self._save, self._chaos.between(0.01, 6))
+            self._chaos.later(self._chaos.between(1, seconds / 2), self._save, self._chaos.between(0.01, seconds / 2))
 
     def relent(self) -> None:
         """From now on nothing goes wrong by itself."""
@@ -138,6 +138,8 @@ class Fate:
 
     def _save(self, seconds: float) -> None:
         self._chaos.later(seconds, self._fail_over, copy.deepcopy(self._world.store))
+        if self._draw.random() < 0.5:
+            self._process_is_killed()  # lanes change hands, and the older store knows nothing of it
 
     def _fail_over(self, older: SimulatedStore) -> None:
         """The database is what it was some time ago. Open transactions are gone, and so is every connection."""

@@ -80,15 +80,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]  # its types are for those who call it
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         context = context or copy_context()
         handle = asyncio.Handle(callback, args, self, context)
         self._steps.append((context.get(_life), handle))
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         context = context or copy_context()
@@ -128,7 +130,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """What nobody has caught is not a matter for a log."""
         raise RuntimeError(context["message"]) from context.get("exception")
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+    def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
         context = context or copy_context()
         task = super().create_task(coro, name=name, context=context)
         self._tasks.append((task, context))

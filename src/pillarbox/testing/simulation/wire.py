@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -16,6 +16,11 @@ Effect = Callable[[Reply], None]
 
 DULL = frozenset({"census", "ready", "renew", "poll"})
 """Calls that are made all the time: faults hit them less often."""
+
+CALLS = ("send", "open", "announce", "amend", "settle", "rebuild", "take", "release", "handle")
+
+PAUSE = (1.0, 12.0)
+"""How long a process sleeps: shorter or longer than its leases."""
 
 FAULTS = ("crash before", "crash after", "crash after", "pause", "pause", "lose request", "lose answer", "late", "slow")
 
@@ -38,6 +43,8 @@ class Chaos:
         self.pause = pause
         self.rate = 0.0
         """How likely a call is to be hit by a fault."""
+        self.focus: tuple[str, Sequence[str]] = "", FAULTS
+        """A kind of call that is hit more often than others, and by what."""
         self.crash_at: tuple[int, str] | None = None
         """The number of a call, and what happens to it: for those who want to try every single one."""
         self.calls = 0
@@ -61,8 +68,9 @@ class Chaos:
         self.calls += 1
         if self.crash_at is not None and self.crash_at[0] == self.calls:
             return self.crash_at[1]
-        if self.rate and self.draw.random() < self.rate * (0.1 if kind in DULL else 1.0):
-            fault = self.draw.choice(FAULTS)
+        focused = kind == self.focus[0]
+        if self.rate and self.draw.random() < self.rate * (5.0 if focused else 0.1 if kind in DULL else 1.0):
+            fault = self.draw.choice(self.focus[1] if focused else FAULTS)
             self.happened[fault] += 1
             return fault
         return None
@@ -116,7 +124,7 @@ class Wire:
             back += 0.01
             chaos.later(there + back / 2, chaos.kill, life)
         elif fault == "pause":
-            chaos.later(chaos.between(0, there + back), chaos.pause, life, chaos.between(1, 12))
+            chaos.later(chaos.between(0, there + back), chaos.pause, life, chaos.between(*PAUSE))
         elif fault == "slow":
             return chaos.between(0, 3), chaos.between(0, 3)
         elif fault == "late":

@@ -26,7 +26,7 @@ from .checker import Entry, Identity, Ledger, check
 from .fate import Fate
 from .loop import Life, SimulatedClock, SimulatedLoop
 from .store import PROGRESS, SimulatedStore, Watch
-from .wire import Chaos, Wire
+from .wire import CALLS, FAULTS, Chaos, Wire
 from .writers import Writers
 
 LEASE = 5.0
@@ -94,8 +94,8 @@ class SimulatedCarrier:
 
 
 class World:
-    """Everything that a seed stands for. ``numbered``, ``failover`` and ``sessions`` leave less to chance; what is not
-    ``watched`` is judged by what arrives alone.
+    """Everything that a seed stands for. ``numbered``, ``failover``, ``sessions`` and ``focus`` leave less to chance.
+    In a ``calm`` one nothing happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
     """
 
     shards = 2
@@ -107,6 +107,8 @@ class World:
         numbered: bool | None = None,
         failover: bool | None = None,
         sessions: bool | None = None,
+        focus: tuple[str, Sequence[str]] | None = None,
+        calm: bool = False,
         watched: bool = True,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
@@ -141,10 +143,12 @@ class World:
         self.fate = Fate(self)
         self.living: list[Life] = []
         self.hearers: dict[Life, tuple[Context, Callable[[Collection[LaneName]], object]]] = {}
+        self._focus = focus
+        self._calm = calm
         self._births = 0
 
     def _routes(self) -> list[RouteRecord]:
-        retry = RetryPolicy(base=1.0, cap=4.0, attempts=3)
+        retry = RetryPolicy(base=self.draw.choice((1.0, 1.0, 5.0)), cap=5.0, attempts=3)
         routes = [
             RouteRecord("park", "broker", "park", 1, FailurePolicy.PARK, retry),
             RouteRecord("skip", "broker", "skip", 1, FailurePolicy.SKIP, retry),
@@ -182,9 +186,11 @@ class World:
         )
 
     async def _happen(self) -> None:
-        self.chaos.rate = self.draw.choice((0.0, 0.02, 0.05, 0.1))
         self.writers.plan(ACTIVE)
-        self.fate.plan(ACTIVE)
+        if not self._calm:
+            self.chaos.rate = self.draw.choice((0.0, 0.02, 0.05, 0.1)) if self._focus is None else 0.1
+            self.chaos.focus = self._focus or (self.draw.choice(CALLS), FAULTS)
+            self.fate.plan(ACTIVE)
         for _ in range(self.draw.choice((1, 2, 2, 3))):
             self.chaos.later(self.chaos.between(0, 3), self.start)
         await asyncio.sleep(ACTIVE)
@@ -262,7 +268,7 @@ class World:
         )
         manner = self.draw.choice(("run",) * 8 + ("drain", "run_once"))
         self.chaos.note(life.name, "starts", manner)
-        self.loop.create_task(self._live(life, manner))
+        self.loop.create_task(self._live(life, manner)).set_name(life.name)
 
     async def _live(self, life: Life, manner: str) -> None:
         try:

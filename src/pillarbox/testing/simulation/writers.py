@@ -14,6 +14,9 @@ from .checker import Entry
 if TYPE_CHECKING:
     from .world import World
 
+BITTERNESS = (0.05, 0.1, 0.4)
+"""How many events are rejected at first."""
+
 
 @dataclass(eq=False)
 class Transaction:
@@ -33,6 +36,7 @@ class Writers:
         self._world = world
         self._keys = [Key(draw.choice((None, "one", "two")), f"k{number * 2 // 3}") for number in range(count)]
         self._topics = draw.choice((1, 1, 2))
+        self._bitterness = draw.choice(BITTERNESS)
         self.deadly = draw.random() < 0.1
         """Whether there are events that kill whoever sends them."""
         self.open: list[Transaction] = []
@@ -67,8 +71,8 @@ class Writers:
         """Some events have a hard way before them."""
         draw = self._world.draw
         for broker in (self._world.broker, self._world.handlers):
-            if draw.random() < 0.1:
-                broker.refusals[str(event_id)] = draw.choice((1, 2, 3, FOR_EVER))
+            if draw.random() < self._bitterness:
+                broker.refusals[str(event_id)] = draw.choice((1, 1, 2, 3, FOR_EVER))
             if self.deadly and draw.random() < 0.1:
                 broker.deadly.add(str(event_id))
 

@@ -1,0 +1,76 @@
+"""The shipped relay in thousands of worlds, and proof that the simulation would find a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from pillarbox.testing.simulation import simulate
+from pillarbox.testing.simulation.__main__ import main, run, told
+from tests.simulation.mutants import MUTANTS, Mutant, seeds_to_catch
+
+SEEDS = 3_000
+PART = 250
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+def test_nothing_is_lost_doubled_or_out_of_order_in_any_world(first: int) -> None:
+    report = run(range(first, first + PART))
+    assert not report.failed, told(report, 1.0)
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["numbered", "plain"])
+@pytest.mark.parametrize("moment", ["crash before", "crash after"])
+def test_a_relay_may_crash_at_every_call(numbered: bool, moment: str) -> None:
+    calls = simulate(4, numbered=numbered, calm=True).calls
+    for call in range(1, calls + 1):
+        result = simulate(4, numbered=numbered, calm=True, crash_at=(call, moment))
+        assert not result.violations, (call, result.violations, result.lines[-30:])
+
+
+@pytest.mark.parametrize("seed", [7, 20, 33])
+def test_a_seed_leaves_the_same_trace_in_every_process(seed: int) -> None:
+    program = f"from pillarbox.testing.simulation import simulate; print(simulate({seed}).digest)"
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": salt},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for salt in ("1", "2")
+    ]
+    assert digests == [simulate(seed).digest] * 2
+
+
+def test_the_command_says_what_it_has_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "10", "--start", "40"]) == 0
+    said = capsys.readouterr().out
+    assert "10 seeds in" in said
+    assert "0 seeds with violations" in said
+
+
+def test_the_command_fails_and_shows_the_trace_if_something_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next(it for it in MUTANTS if str(it) == "timeout_is_success").plant(monkeypatch)
+    assert main(["--seeds", "10"]) == 1
+    said = capsys.readouterr().out
+    assert "I1 loss" in said
+    assert "relay-1" in said
+
+
+@pytest.mark.filterwarnings("ignore")  # what a mutant breaks may be anything
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_planted_mistake_is_caught(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    mutant.plant(monkeypatch)
+    seeds, violation = seeds_to_catch(mutant)
+    record_property("seeds", seeds)
+    assert violation
