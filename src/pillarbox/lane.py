@@ -378,8 +378,9 @@ class LaneWorker:
         except Exception as error:
             logger.debug("%s: the transport failed", self.lane, exc_info=True)
             outcome = _unknown(error)
-        if not (outcome.accepted or outcome.rejected or outcome.unfinished):
-            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason="the transport said nothing about any message")
+        if (nonsense := contradiction(messages, outcome)) is not None:
+            logger.error("%s: the transport's answer is worth nothing: %s", self.lane, nonsense)
+            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"its answer is worth nothing: {nonsense}")
         if outcome.accepted:
             self._went_well(messages, outcome.accepted)
         return outcome
@@ -604,6 +605,34 @@ class _Rates:
         level = min(max(rate, 1.0), level + rate * (now - seen))
         self._levels[name] = level, now
         return level
+
+
+def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
+    """What is wrong with an answer, so that nothing of it may be believed."""
+    if not isinstance(outcome, Outcome):
+        return f"send returned {type(outcome).__name__}, not an Outcome"
+    accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
+    indexes = range(len(messages))
+    if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
+        return "it names a message twice"
+    if any(index not in indexes for index in accepted | rejected):
+        return f"it names a message that is none of the {len(messages)}"
+    if accepted & rejected:
+        return "it accepts and rejects the same message"
+    if not (accepted or rejected or outcome.unfinished):
+        return "it says nothing about any message"
+    return None if len(accepted) == len(messages) else _gap(messages, accepted)
+
+
+def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:
+    missing: set[tuple[str | None, str]] = set()
+    for index, message in enumerate(messages):
+        key = message.headers.get("tenant_id"), message.key
+        if index not in accepted:
+            missing.add(key)
+        elif key in missing:
+            return f"it accepts message {index}, and not one of the same key before it"
+    return None
 
 
 def _unknown(error: BaseException) -> Outcome:

@@ -85,6 +85,8 @@ class Relay:
         self._store = store
         self._publishers = publishers
         self._pacing = pacing or Pacing()
+        if shards is not None and (not shards or not all(isinstance(shard, int) for shard in shards)):
+            raise ConfigurationError(f"relay: shards are numbers, and at least one, got {shards!r}")
         self._shards = None if shards is None else frozenset(shards)
         self._bell = bell
         self._draw = draw

@@ -19,6 +19,7 @@ from pillarbox.relay import Relay
 from pillarbox.stores import operations
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Author, Change, Handle, Run, Selection, Tenant
+from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
@@ -234,6 +235,24 @@ async def test_h25_a_relay_does_not_wait_for_the_connections_of_the_business(dat
         async with running(box.relay()), engine.connect():  # the only one
             await received(box, 1)
     await engine.dispose()
+
+
+async def test_h25_pools_that_connect_at_the_same_time_do_not_trip_over_each_other(postgres_database: Database) -> None:
+    """They share a dialect, and what it knows about the server it learns with its first connection."""
+    for number in range(10):
+        engine = create_async_engine(postgres_database.url())
+        async with order_box(engine) as box:
+            own = with_own_pool(box.engine)
+            plain = own.execution_options(isolation_level="AUTOCOMMIT")
+            await asyncio.gather(_connect(engine), *(_connect(it, 0.001 * number) for it in (engine, own, plain)))
+            await own.dispose()
+        await engine.dispose()
+
+
+async def _connect(engine: AsyncEngine, delay: float = 0.0) -> None:
+    await asyncio.sleep(delay)
+    async with engine.connect() as connection:
+        await connection.execute(select(1))
 
 
 async def test_draining_a_sqlite_in_memory() -> None:

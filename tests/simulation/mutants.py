@@ -76,12 +76,12 @@ def seeds_to_catch(planted: Mutant) -> tuple[int, str]:
 # -- leases and fences -------------------------------------------------------------------------------------------------
 
 
-@mutant("fence")
+@mutant("fence", focus=("settle", ["late", "pause"]))
 def _fence_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lambda self, lane: self._lanes[lane.name])
 
 
-@mutant("fence")
+@mutant("fence", focus=("settle", ["late", "pause"]))
 def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
 
@@ -101,7 +101,7 @@ def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lenient)
 
 
-@mutant("lease")
+@mutant("lease", focus=("renew", ["slow"]))
 def _lease_taken_early(patch: pytest.MonkeyPatch) -> None:
     free = MemoryStore._is_free
     patch.setattr(MemoryStore, "_is_free", lambda self, lane, now: free(self, lane, now + 3.0))

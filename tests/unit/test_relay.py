@@ -231,7 +231,7 @@ class TestLeases:
         async def fail(_producer: str | None = None) -> None:
             raise ConnectionResetError("gone")
 
-        world.broker.close = fail  # type: ignore[method-assign]
+        world.broker.close = fail  # type: ignore[assignment, method-assign]
         async with running(world.relay()):
             await until(lambda: owners(world) == {"r1": 4})
         assert owners(world) == {}

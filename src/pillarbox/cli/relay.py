@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -13,11 +14,13 @@ from importlib import import_module
 from pathlib import Path
 
 import click
+from sqlalchemy import select
 
 from ..app import Pillarbox
 from ..relay import Relay
 from ..settings import Settings
 from ..stores.schema import check_schema
+from ..stores.tables import meta
 from ..transports import connect
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, emit, options
@@ -72,6 +75,7 @@ def command(
 
     async def work() -> None:
         async with _opened(settings, box) as opened_box:
+            await _check_shards(opened_box, shards)
             relay = opened_box.relay(name=name, shards=shards, **settings.relay.model_dump())
             if drain:
                 done = asdict(await relay.drain())
@@ -102,13 +106,28 @@ async def _opened(settings: Settings, reference: str | None) -> AsyncIterator[Pi
         yield box
 
 
+async def _check_shards(box: Pillarbox, shards: frozenset[int] | None) -> None:
+    async with box.engine.connect() as connection:
+        count = (await connection.execute(select(meta.c.shards))).scalar_one()
+    if shards is not None and max(shards) >= count:
+        raise CommandError(f"--shards: this database has the shards 0 to {count - 1}", Exit.USAGE)
+
+
 def _load(reference: str) -> Pillarbox:
     module, _, name = reference.partition(":")
+    if not module:
+        raise CommandError(f"{reference!r} names no module: write MODULE:BOX", Exit.USAGE)
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(import_module(module), name or "box", None)
     except ModuleNotFoundError as error:
         raise CommandError(f"{reference}: there is no module {error.name!r}", Exit.USAGE) from error
+    except Exception as error:  # whatever a module of the user's may raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise CommandError(
+            f"{reference} cannot be imported: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})",
+            Exit.USAGE,
+        ) from error
     if not isinstance(found, Pillarbox):
         raise CommandError(f"{reference}: {name or 'box'} in {module} is no Pillarbox", Exit.USAGE)
     return found

@@ -49,14 +49,16 @@ class PostgresCarrier:
         while True:
             try:
                 await self._listen_once(hearer)
-            except Exception as error:
+            except TimeoutError:
                 if not told:
                     logger.warning(
-                        "LISTEN does not work on this connection (%s): relays look at the outbox by themselves, which "
-                        "is slower; through a pooler, give the relay a direct connection",
-                        redacted(f"{type(error).__name__}: {error}"),
+                        "LISTEN does not work on this connection: relays look at the outbox by themselves, which is "
+                        "slower; through a pooler, give the relay a direct connection"
                     )
-                told = not self.works
+                told = True
+            except Exception as error:
+                logger.info("the doorbell has lost its connection: %s", redacted(f"{type(error).__name__}: {error}"))
+                told = False
             finally:
                 self.works = False
             await asyncio.sleep(ECHO_SECONDS)

@@ -30,6 +30,8 @@ from .wire import CALLS, FAULTS, Chaos, Wire
 from .writers import Writers
 
 LEASE = 5.0
+MANY_CALLS = 5_000
+"""A world that needs more of them does not come to rest."""
 HANDLER = "handler"
 ACTIVE = 12.0
 """Seconds in which things go wrong."""
@@ -94,8 +96,10 @@ class SimulatedCarrier:
 
 
 class World:
-    """Everything that a seed stands for. ``numbered``, ``failover``, ``sessions`` and ``focus`` leave less to chance.
-    In a ``calm`` one nothing happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
+    """Everything that a seed stands for.
+
+    ``numbered``, ``failover``, ``sessions`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens but
+    what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
     """
 
     shards = 2
@@ -197,8 +201,8 @@ class World:
         self.fate.relent()
         until = self.loop.time() + PATIENCE
         while unfinished := self._unfinished():
-            if self.loop.time() > until:
-                self.violations += unfinished
+            if self.loop.time() > until or self.chaos.calls > MANY_CALLS:
+                self.violations += [*unfinished, f"I10 bounded: {self.chaos.calls} calls"]
                 break
             self.fate.look_at_the_dead()
             await asyncio.sleep(1.0)
