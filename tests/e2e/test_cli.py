@@ -27,6 +27,7 @@ from pillarbox.cli.output import Exit
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.settings import Settings
 from pillarbox.transports.memory import MemoryTransport
+from tests import commands
 from tests.conftest import FreshDatabase
 from tests.servers import Database, Server
 
@@ -59,7 +60,11 @@ class CommandLine:
 
     def __call__(self, *arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; it must exit with this code."""
-        return self.python("", *arguments, code=code, **variables)
+        if any(not name.startswith("PILLARBOX_") for name in variables):  # for the interpreter itself
+            return self.python("", *arguments, code=code, **variables)
+        done = commands.run(arguments, self.environment | variables, self.folder, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
 
     def json(self, *arguments: str, code: int = 0, **variables: str) -> Any:
         return json.loads(self(*arguments, "--json", code=code, **variables).stdout)

@@ -19,6 +19,7 @@ from pillarbox.outbox import Status
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.tables import outbox
 from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
 from tests.domain import (
     DiscountConsidered,
     Line,
@@ -34,9 +35,9 @@ from tests.relays import running
 from tests.servers import Database
 
 
-@pytest.fixture
-async def box(database: Database) -> AsyncIterator[Pillarbox]:
-    async for made in _box(database.url()):
+@pytest.fixture(params=["embedded", "mariadb"])
+async def box(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> AsyncIterator[Pillarbox]:
+    async for made in _box(fresh_database(request.param).url()):
         yield made
 
 

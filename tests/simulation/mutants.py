@@ -195,8 +195,8 @@ def _settle_before_send(patch: pytest.MonkeyPatch) -> None:
 def _send_before_announce(patch: pytest.MonkeyPatch) -> None:
     next_batch = LaneWorker._next_batch
 
-    async def eager(self: LaneWorker, blocking: Any) -> Any:
-        plan, page = await next_batch(self, blocking)
+    async def eager(self: LaneWorker) -> Any:
+        plan, page = await next_batch(self)
         if plan.items and (not self._publisher.capabilities.numbered or self._opened):
             first = self.lane.next_number
             await self._request([lanes._message(first + index, row) for index, row in enumerate(plan.items)])
