@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import URL, Connection, Engine, make_url, update
-from sqlalchemy.exc import ArgumentError, InvalidRequestError
+from sqlalchemy.exc import ArgumentError, InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -115,6 +116,9 @@ class Pillarbox:
         if self._row_security:
             async with self.engine.connect() as connection:
                 await connection.run_sync(check_role)
+        # Our pools share a dialect, which learns about the server with its first connection: two at once would trip.
+        with suppress(OSError, SQLAlchemyError):  # a service may start before its database
+            await (await self.engine.connect()).close()
         if self.engine.driver in ("asyncpg", "psycopg") and not self._started:
             self.doorbell.use(PostgresCarrier(with_own_pool(self.engine)))
         self._started = True

@@ -253,7 +253,7 @@ class Collector:
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
         with self.session.no_autoflush:  # we are on the way to a flush
-            if not iscoroutinefunction(handler):
+            if not (iscoroutinefunction(handler) or iscoroutinefunction(getattr(handler, "__call__", None))):  # noqa: B004  it is callable
                 handler(event, self.session)
                 return
             around = async_session(self.session)

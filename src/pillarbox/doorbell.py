@@ -62,6 +62,7 @@ class Doorbell:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._carrying: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._stopped: asyncio.Task[None] | None = None
 
     @property
     def reaches_everybody(self) -> bool:
@@ -92,7 +93,7 @@ class Doorbell:
             self._hearers.remove(hearer)
             if not self._hearers and self._listening is not None:
                 self._listening.cancel()
-                self._listening = None
+                self._stopped, self._listening = self._listening, None
 
         return stop
 
@@ -110,11 +111,11 @@ class Doorbell:
             self._answer()
         if self._carrying is not None:
             await asyncio.wait([self._carrying], timeout=1.0)
-        for task in (self._carrying, self._listening):
+        for task in (self._carrying, self._listening, self._stopped):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        self._carrying = self._listening = None
+        self._carrying = self._listening = self._stopped = None
         if self._carrier is not None:
             carrier, self._carrier = self._carrier, None
             await carrier.close()

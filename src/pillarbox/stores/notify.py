@@ -90,25 +90,27 @@ class PostgresCarrier:
     async def _listen_once(self, hearer: Hearer) -> None:
         async with self._engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            reading: asyncio.Task[None] | None = None
+            reading: asyncio.Future[Any]
+            if hasattr(driver, "add_listener"):  # asyncpg
+                gone = asyncio.Event()
+                driver.add_termination_listener(lambda _driver: gone.set())
+                await driver.add_listener(CHANNEL, lambda *it: self._arrived(it[-1], hearer))
+                reading = asyncio.ensure_future(gone.wait())
+            else:
+                await _execute(driver, f"LISTEN {CHANNEL}")
+                reading = asyncio.ensure_future(self._read(driver, hearer))
             try:
-                if hasattr(driver, "add_listener"):  # asyncpg
-                    await driver.add_listener(CHANNEL, lambda *it: self._arrived(it[-1], hearer))
-                else:
-                    await _execute(driver, f"LISTEN {CHANNEL}")
-                    reading = asyncio.ensure_future(self._read(driver, hearer))
                 await self._check_now_and_again(reading)
             finally:
-                if reading is not None:
-                    reading.cancel()
-                    await asyncio.wait([reading])
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
                 await connection.invalidate()  # nobody else may get a connection that listens
 
     async def _read(self, driver: Any, hearer: Hearer) -> None:
         async for notice in driver.notifies():
             self._arrived(notice.payload, hearer)
 
-    async def _check_now_and_again(self, reading: asyncio.Task[None] | None) -> None:
+    async def _check_now_and_again(self, reading: asyncio.Future[Any]) -> None:
         """Ring our own bell; whoever hears nothing has a dead connection."""
         while True:
             self._heard.clear()
@@ -117,10 +119,10 @@ class PostgresCarrier:
             async with asyncio.timeout(ECHO_SECONDS):
                 await self._heard.wait()
             self.works = True
-            if reading is None:
-                await asyncio.sleep(CHECK_SECONDS)
-            else:
-                await asyncio.wait([reading], timeout=CHECK_SECONDS)
+            await asyncio.wait([reading], timeout=CHECK_SECONDS)
+            if reading.done():
+                reading.result()
+                raise ConnectionError("the server has hung up")
 
     def _arrived(self, payload: str, hearer: Hearer) -> None:
         if payload.startswith("echo "):

@@ -13,4 +13,6 @@ def with_own_pool(engine: AsyncEngine) -> AsyncEngine:
     given = engine.sync_engine
     if isinstance(given.pool, StaticPool):
         return engine
-    return AsyncEngine(Engine(given.pool.recreate(), given.dialect, given.url, hide_parameters=given.hide_parameters))
+    own = Engine(given.pool.recreate(), given.dialect, given.url, hide_parameters=given.hide_parameters)
+    own.update_execution_options(**given.get_execution_options())  # a schema_translate_map says where the outbox is
+    return AsyncEngine(own)

@@ -65,13 +65,17 @@ class Result:
 class StorePort:
     """The store, as one process sees it: at the other end of a wire."""
 
-    def __init__(self, wire: Wire, perform: Callable[[str, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+    def __init__(self, world: World, life: Life, wire: Wire) -> None:
+        self._world = world
+        self._life = life
         self._wire = wire
-        self._perform = perform
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any, **options: Any) -> Any:
-            return await self._wire.ask(name, lambda reply: reply(self._perform(name, args, options)))
+            store = self._world.store  # what is on its way to one that is gone does not reach its successor
+            return await self._wire.ask(
+                name, lambda reply: reply(self._world.in_store(self._life, store, name, args, options))
+            )
 
         return call
 
@@ -260,7 +264,7 @@ class World:
     def _begin(self, life: Life) -> None:
         wire = Wire(self.chaos, life)
         life.relay = Relay(
-            cast(RelayStore, StorePort(wire, lambda *call: self._in_store(life, *call))),
+            cast(RelayStore, StorePort(self, life, wire)),
             {
                 "broker": BrokerPublisher(self.broker, wire, life, self.watch.sending),
                 f"{BUS}:{HANDLER}": Bus({HANDLER: self._handler(wire, life)}, lambda message: message),
@@ -314,15 +318,17 @@ class World:
             if self.draw.random() < 0.8:
                 self.loop.call_later(self.draw.random() * 0.01, hearer, lanes, context=context)
 
-    def _in_store(self, life: Life, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def in_store(
+        self, life: Life, store: SimulatedStore, name: str, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
         """A call has arrived at the store."""
         result: Any
-        if self.store_away or life in self.cut_off or life in self.disconnected:
+        if self.store_away or store is not self.store or life in self.cut_off or life in self.disconnected:
             self.disconnected.discard(life)
             return ConnectionError("the database is away")
         try:
             with self.watch.over(name, args, options) if name in PROGRESS else nullcontext():
-                result = _run_now(getattr(self.store, name)(*args, **options))
+                result = _run_now(getattr(store, name)(*args, **options))
         except Exception as error:
             result = error
         self.chaos.note(life.name, name, *args, options, result)
