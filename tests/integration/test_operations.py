@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -78,6 +79,11 @@ class Yard:
     async def lane(self, **values: Any) -> None:
         async with self.engine.begin() as connection:
             await connection.execute(update(lanes).values(values))
+
+    async def announced(self, row: Summary, *, batch: int) -> None:
+        """The row is on its way."""
+        stored = json.dumps({"first_number": 1, "count": 1, "digest": "", "items": [row.id]})
+        await self.lane(announced=stored, announced_low=row.id, announced_high=row.id, batch=batch)
 
     async def held(self, owner: str = "relay-1") -> None:
         await self.lane(locked_by=owner, locked_until=from_now(60), token=uuid4())
@@ -408,13 +414,13 @@ class TestWhy:
         await yard.lane(rate=None, tries=1)
         await yard.do(Handle.RATE, Tenant("acme"), 0.5)
         assert "tenant acme is held to 0.5 per second" in (await yard.why(row)).detail
-        await yard.put(row, status=Status.SENDING, batch=7, number=12)
+        await yard.announced(row, batch=7)
         answer = await yard.why(row)
         assert answer.cause == "sending"
-        assert answer.detail == "relay-1 is sending it: batch 7, number 12, after 1 owner that did not finish"
+        assert answer.detail == "relay-1 is sending it: batch 7, after 1 owner that did not finish"
         await yard.lane(paused=True)
         assert (await yard.why(row)).cause == "sending"
-        await yard.put(row, status=Status.SENT, sent_at=datetime(2024, 5, 1, 12, tzinfo=UTC))
+        await yard.put(row, status=Status.SENT, sent_at=datetime(2024, 5, 1, 12, tzinfo=UTC), batch=7, number=12)
         answer = await yard.why(row)
         assert (answer.cause, answer.remedy) == ("sent", None)
         assert answer.detail == "sent at 2024-05-01T12:00:00.000Z, batch 7, number 12"
@@ -511,10 +517,10 @@ class TestTrace:
         steps = await yard.ask(lambda it: life(it, sent.event_id))
         assert [(step.what, step.detail) for step in steps[2:]] == [("sent", "batch 4, number 9")]
         await yard.held()
-        await yard.put(sending, status=Status.SENDING, batch=5, number=10)
+        await yard.announced(sending, batch=5)
         steps = await yard.ask(lambda it: life(it, sending.event_id))
-        assert (steps[2].what, steps[2].detail) == ("being sent", "batch 5, number 10, by relay-1")
-        await yard.lane(locked_by=None, locked_until=None)
+        assert (steps[2].what, steps[2].detail) == ("being sent", "batch 5, by relay-1")
+        await yard.lane(locked_by=None, locked_until=None, announced=None)
         await yard.request(Action.DISCARD, Filter(key=discarded.key), author=BEN)
         await yard.carry_out()
         steps = await yard.ask(lambda it: life(it, discarded.event_id))

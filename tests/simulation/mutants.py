@@ -29,7 +29,7 @@ from pillarbox.relay import Relay
 from pillarbox.session import BoundSession
 from pillarbox.stores import memory
 from pillarbox.stores.memory import MemoryStore
-from pillarbox.testing.simulation import simulate, wire, writers
+from pillarbox.testing.simulation import simulate, writers
 from pillarbox.testing.simulation.brokers import NumberedBroker
 from pillarbox.transport import Message, Outcome, Rejection, Verdict
 
@@ -147,14 +147,13 @@ def _deadline_after_the_lease(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I3", numbered=True, watched=False, focus=("amend", ["pause"]))
 def _check_before_open(patch: pytest.MonkeyPatch) -> None:
-    """A broker that gives a name to whoever asks, and no deadline of our own: these layers hide it. Rejections and naps
-    of the right length bring it out.
+    """A broker that gives a name to whoever asks, and no deadline of our own: these layers hide it. Rejections bring it
+    out.
     """
     recover = LaneWorker._recover
 
     async def hasty(self: LaneWorker, accepted: Any) -> Any:
-        self.lane = await self._store.amend(self.lane, ())
-        store, self._store = self._store, _Unfenced(self._store)  # type: ignore[assignment]
+        store, self._store = self._store, _ChecksFirst(self._store)  # type: ignore[assignment]
         try:
             return await recover(self, accepted)
         finally:
@@ -164,13 +163,17 @@ def _check_before_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneWorker, "_within_lease", nullcontext)
     patch.setattr(NumberedBroker, "_answers", lambda _self, _life: False)
     patch.setattr(LaneWorker, "_recover", hasty)
-    patch.setattr(wire, "PAUSE", (5.5, 6.5))
     patch.setattr(writers, "BITTERNESS", (0.8,))
 
 
-class _Unfenced:
+class _ChecksFirst:
     def __init__(self, store: Any) -> None:
-        self.rebuild = store.rebuild
+        self._store = store
+
+    async def rebuild(self, lane: Any) -> Any:
+        found = await self._store.rebuild(lane)
+        await self._store.amend(lane, ())
+        return found
 
     async def amend(self, lane: Any, _failures: Any) -> Any:
         return lane

@@ -247,7 +247,7 @@ def _sending(case: _Case) -> Cause | None:
     if case.delivery.status is not Status.SENDING:
         return None
     tries = f", after {number(case.lane.tries, 'owner')} that did not finish" if case.lane.tries else ""
-    where = f"batch {case.delivery.batch}, number {case.delivery.number}"
+    where = f"batch {case.delivery.batch}"
     return Cause("sending", f"{case.lane.owner} is sending it: {where}{tries}")
 
 
