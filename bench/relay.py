@@ -106,7 +106,9 @@ def delivery(seq: int, shards: int) -> Delivery:
         "event_count": "1",
     }
     shard = stable_hash(str(seq)) % shards
-    return Delivery(event_id, "bench.order.created", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq))
+    return Delivery(
+        event_id, "bench.order.created", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq)
+    )
 
 
 async def measure(url: str) -> dict[str, object]:
@@ -238,15 +240,17 @@ def report(results: Mapping[str, object]) -> str:
     """Lines for people."""
     latency = results["latency_ms"]
     assert isinstance(latency, dict)
-    return "\n".join([
-        f"relay: {EVENTS:,} events of {PAYLOAD_BYTES} bytes to a sink that does nothing",
-        f"  drain              {results['drain_per_second']:10,.0f} events/s",
-        f"  by hand            {results['drain_floor_per_second']:10,.0f} events/s",
-        f"  ratio              {results['drain_ratio']:10.2f}",
-        f"  client CPU         {results['cpu_us_per_event']:10.1f} us per event",
-        f"  WAL                {results['wal_bytes_per_event']:10,.0f} bytes per event",
-        f"  commit to sink     {latency['p50']:10.2f} ms p50, {latency['p99']:.2f} ms p99 at {PER_SECOND}/s",
-    ])
+    return "\n".join(
+        [
+            f"relay: {EVENTS:,} events of {PAYLOAD_BYTES} bytes to a sink that does nothing",
+            f"  drain              {results['drain_per_second']:10,.0f} events/s",
+            f"  by hand            {results['drain_floor_per_second']:10,.0f} events/s",
+            f"  ratio              {results['drain_ratio']:10.2f}",
+            f"  client CPU         {results['cpu_us_per_event']:10.1f} us per event",
+            f"  WAL                {results['wal_bytes_per_event']:10,.0f} bytes per event",
+            f"  commit to sink     {latency['p50']:10.2f} ms p50, {latency['p99']:.2f} ms p99 at {PER_SECOND}/s",
+        ]
+    )
 
 
 if __name__ == "__main__":

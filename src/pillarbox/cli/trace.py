@@ -94,7 +94,9 @@ def _steps(delivery: Details) -> Iterator[Step]:
     yield step(delivery.created_at, "written", f"row {delivery.id}, shard {delivery.shard}, key {delivery.key}")
     if delivery.attempts or delivery.last_error:
         yield step(None, f"refused {number(delivery.attempts, 'time')}", delivery.last_error)
-    batch = f"batch {delivery.batch}" if delivery.number is None else f"batch {delivery.batch}, number {delivery.number}"
+    batch = (
+        f"batch {delivery.batch}" if delivery.number is None else f"batch {delivery.batch}, number {delivery.number}"
+    )
     if delivery.status is Status.SENT:
         yield step(delivery.sent_at, "sent", batch)
     elif delivery.status is Status.SENDING:

@@ -30,7 +30,6 @@ from .wire import CALLS, FAULTS, Chaos, Wire
 from .writers import Writers
 
 LEASE = 5.0
-RETRY_BASES = (1.0, 1.0, 5.0)
 MANY_CALLS = 5_000
 """A world that needs more of them does not come to rest."""
 HANDLER = "handler"
@@ -157,7 +156,7 @@ class World:
         self._births = 0
 
     def _routes(self) -> list[RouteRecord]:
-        retry = RetryPolicy(base=self.draw.choice(RETRY_BASES), cap=5.0, attempts=3)
+        retry = RetryPolicy(base=self.draw.choice((1.0, 1.0, 5.0)), cap=5.0, attempts=3)
         routes = [
             RouteRecord("park", "broker", "park", 1, FailurePolicy.PARK, retry),
             RouteRecord("skip", "broker", "skip", 1, FailurePolicy.SKIP, retry),
