@@ -188,6 +188,9 @@ class LaneWorker:
         if self._publisher.capabilities.numbered and not await self._open({row.topic for row in plan.items}):
             return True
         if not (plan.items or plan.failures or plan.parked or page.requests):
+            if self.lane.announced is None:
+                # Somebody thinks that there is something. See whether the lane is what we take it for.
+                self.lane = await self._store.amend(self.lane, ())
             return False
         batch = Batch(
             items=[row.id for row in plan.items],

@@ -364,7 +364,8 @@ class Relay:
             worker.stop()
         until = clock.current().monotonic() + self._pacing.grace
         while workers and clock.current().monotonic() < until:
-            done, _ = await asyncio.wait(workers, timeout=min(0.2, self._pacing.lease / 5))
+            await asyncio.wait(workers, timeout=min(0.2, self._pacing.lease / 5))
+            done = [task for task in workers if task.done()]
             if len(done) < len(workers):
                 await self._renew_quietly()  # from now on nobody counts on us
                 await self._let_go([workers.pop(task) for task in done])

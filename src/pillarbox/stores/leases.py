@@ -127,6 +127,8 @@ def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
             lanes.c.epoch == lane.epoch,
             lanes.c.token == lane.token,
             lanes.c.batch == lane.batch,
+            # The database may have gone back to a time before our last settlement, by a failover.
+            lanes.c.announced.is_not_distinct_from(stored(lane.announced)["announced"]),
         )
         .values(**values)
     )

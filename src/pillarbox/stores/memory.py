@@ -378,7 +378,7 @@ class MemoryStore:
 
     def _fenced(self, lane: Lane) -> _LaneRow:
         kept = self._lanes[lane.name]
-        if not self._owns(lane) or kept.batch != lane.batch:
+        if not self._owns(lane) or (kept.batch, kept.announced) != (lane.batch, lane.announced):
             raise LeaseLostError(f"lane {lane} has another owner than epoch {lane.epoch}, batch {lane.batch}")
         return kept
 
@@ -463,7 +463,9 @@ class MemoryStore:
         for failure in failures:
             dead = failure.retry_after is None
             stored = self._move(failure.row, Status.FAILED if dead else Status.RETRYING)
-            stored.row = replace(stored.row, attempts=failure.attempts)
+            # Without an error it is no attempt: then a person may have set them back meanwhile.
+            attempts = failure.attempts if failure.error else min(failure.attempts, stored.row.attempts)
+            stored.row = replace(stored.row, attempts=attempts)
             stored.error = failure.error or stored.error
             stored.due_at = clock.current().monotonic() + (failure.retry_after or 0.0)
         return self._keys_of(failure.row for failure in failures)

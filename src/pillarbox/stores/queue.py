@@ -21,7 +21,7 @@ from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import ColumnElement, Connection, CursorResult, and_, delete, func, select
+from sqlalchemy import ColumnElement, Connection, CursorResult, and_, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import BatchMismatchError, StoreError
@@ -196,6 +196,7 @@ def _write_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
     parameters = {
         **_place(lane),
         **stored(following.announced),
+        "was_announced": stored(lane.announced)["announced"],
         "epoch": lane.epoch,
         "token": str(lane.token),
         "next_batch": following.batch,
@@ -294,12 +295,17 @@ def _fail(connection: Connection, lane: Lane, failures: Sequence[Failure]) -> li
             [failure.row],
             (*_OPEN, Status.FAILED),
             status=Status.FAILED if dead else Status.RETRYING,
-            attempts=failure.attempts,
+            attempts=failure.attempts if failure.error else _no_more_than(failure.attempts),
             available_at=None if dead else from_now(failure.retry_after or 0.0),
             last_error=func.coalesce(failure.error, outbox.c.last_error),
         )
         _expect(changed, 1)
     return [failure.row for failure in failures]
+
+
+def _no_more_than(attempts: int) -> ColumnElement[int]:
+    """Without an error it is no attempt: then a person may have set them back meanwhile."""
+    return case((outbox.c.attempts < attempts, outbox.c.attempts), else_=attempts)
 
 
 def _count_attempts(connection: Connection, lane: Lane, row: int, attempts: int) -> None:

@@ -287,6 +287,7 @@ _FENCE = """
         announced_high = :announced_high, tries = 0
     WHERE route = :lane_route AND shard = :lane_shard
       AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :lane_batch
+      AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
     RETURNING 1
 """
 ANNOUNCE = text(_FENCE)
