@@ -53,7 +53,7 @@ FOR UPDATE SKIP LOCKED
 FLOOR_MARK = "UPDATE floor_outbox SET sent_at = now() WHERE id = ANY($1::bigint[])"
 
 
-class OrderCreated(IntegrationEvent, name="bench.order.created", version=1):
+class Ticked(IntegrationEvent, name="bench.clock.ticked", version=1):
     seq: int
     note: str
 
@@ -96,7 +96,7 @@ def delivery(seq: int, shards: int) -> Delivery:
     event_id = clock.current().new_id()
     headers = {
         "event_id": str(event_id),
-        "event_type": "bench.order.created",
+        "event_type": "bench.clock.ticked",
         "occurred_at": "2026-01-01T00:00:00.000000Z",
         "aggregate_type": "order",
         "aggregate_id": str(seq),
@@ -107,7 +107,7 @@ def delivery(seq: int, shards: int) -> Delivery:
     }
     shard = stable_hash(str(seq)) % shards
     return Delivery(
-        event_id, "bench.order.created", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq)
+        event_id, "bench.clock.ticked", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq)
     )
 
 
@@ -229,7 +229,7 @@ async def _produce(url: str) -> None:
         for seq in range(int((WARM_UP + SECONDS) * PER_SECOND)):
             await asyncio.sleep(max(0.0, started + seq / PER_SECOND - time.monotonic()))
             async with box.unit_of_work() as uow:
-                uow.publish(OrderCreated(seq=seq, note="x" * PAYLOAD_BYTES), key=str(seq))
+                uow.publish(Ticked(seq=seq, note="x" * PAYLOAD_BYTES), key=str(seq))
             if seq >= WARM_UP * PER_SECOND:
                 committed[seq] = time.monotonic()
     await engine.dispose()
