@@ -198,6 +198,28 @@ class OutboxStoreContract:
         assert await world.status(second.id) is Status.PENDING
         assert [row.id for _, row in await world.store.rebuild(new)] == [first.id]
 
+    async def test_h102_another_token_is_fenced_even_in_the_same_epoch_and_batch(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        stranger = replace(lane, token=uuid4())
+        for step in (
+            world.store.settle(stranger),
+            world.store.announce(stranger, Batch(items=[rows[1].id]), settle=True),
+            world.store.amend(stranger, ()),
+        ):
+            with pytest.raises(LeaseLostError):
+                await step
+        assert await world.status(rows[0].id) is Status.SENDING
+        await world.store.settle(lane)
+
+    async def test_h102_a_batch_that_the_database_has_forgotten_to_settle_is_fenced(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b")
+        announced = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        ahead = replace(announced, announced=None)  # as if our settlement had been lost by a failover
+        with pytest.raises(LeaseLostError):
+            await world.store.announce(ahead, Batch(items=[rows[1].id]), settle=False)
+        assert await world.status(rows[0].id) is Status.SENDING
+
     async def test_a_stale_batch_number_is_fenced_too(self, world: World) -> None:
         await world.register(ROUTE)
         await world.append([delivery("a"), delivery("b")])
