@@ -106,9 +106,7 @@ def delivery(seq: int, shards: int) -> Delivery:
         "event_count": "1",
     }
     shard = stable_hash(str(seq)) % shards
-    return Delivery(
-        event_id, "bench.clock.ticked", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq)
-    )
+    return Delivery(event_id, "bench.clock.ticked", ROUTE.id, shard, 1, ROUTE.topic, str(seq), None, headers, body(seq))
 
 
 async def measure(url: str) -> dict[str, object]:
