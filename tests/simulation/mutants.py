@@ -86,6 +86,11 @@ def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
 
 
+@mutant("fence", failover=True, focus=("settle", ["late", "slow"]))
+def _token_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
+
+
 @mutant("I", failover=True)
 def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     fenced = MemoryStore._fenced

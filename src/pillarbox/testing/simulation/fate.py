@@ -137,9 +137,23 @@ class Fate:
             self._world.database_clock.offset += self._chaos.between(-4, 4)
 
     def _save(self, seconds: float) -> None:
-        self._chaos.later(seconds, self._fail_over, copy.deepcopy(self._world.store))
+        older = copy.deepcopy(self._world.store)
         if self._draw.random() < 0.5:
-            self._process_is_killed()  # lanes change hands, and the older store knows nothing of it
+            self._chaos.later(seconds, self._fail_over, older)
+        else:
+            self._process_is_killed()
+            self._await_heir(older)
+
+    def _await_heir(self, older: SimulatedStore) -> None:
+        """Fail over when a lane has changed hands and the older store knows nothing of it: two owners, one epoch."""
+        inherited = any(
+            lane.epoch > older.lanes()[name].epoch and lane.announced for name, lane in self._world.store.lanes().items()
+        )
+        if inherited:
+            self._fail_over(older)
+            self._process_joins()
+        elif not self._relented_at:
+            self._chaos.later(0.01, self._await_heir, older)
 
     def _fail_over(self, older: SimulatedStore) -> None:
         """The database is what it was some time ago. Open transactions are gone, and so is every connection."""
