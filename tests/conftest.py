@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 FreshDatabase = Callable[[str], Database]
 
 USED, MISSING = "server used", "server missing"  # what a test's report says about servers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell lets its background jobs ignore SIGINT, and whatever they start inherits that: our commands, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

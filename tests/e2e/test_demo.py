@@ -380,6 +380,26 @@ class TestDemo:
         assert not report["balanced"]
         assert complaint == "error: ledger and sink do not agree: please report it, with the figures\n"
 
+    @pytest.mark.parametrize(
+        ("migrated", "number", "code"),
+        [("embedded", signal.SIGINT, Exit.INTERRUPTED), ("mariadb", signal.SIGTERM, Exit.TERMINATED)],
+        indirect=["migrated"],
+    )
+    def test_cleans_up_when_interrupted(
+        self, demo: Demo, migrated: Database, number: signal.Signals, code: int
+    ) -> None:
+        process = demo.start("--seconds", "60", "--json")
+        wait_until(lambda: has_written(migrated), "the demo to write")
+        others = children(process)
+        process.send_signal(number)
+        printed, complaint = process.communicate(timeout=60)
+        assert (process.returncode, printed) == (code, "")
+        assert "Traceback" not in complaint
+        assert len(others) == 3
+        assert running(others) == []
+        assert_nothing_is_left(migrated)
+        demo.check_nothing_is_left()
+
     @on_postgres
     @pytest.mark.parametrize("frozen", [False, True])
     def test_a_killed_demo_leaves_no_process_behind(self, demo: Demo, migrated: Database, frozen: bool) -> None:
