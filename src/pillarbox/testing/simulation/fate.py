@@ -147,7 +147,8 @@ class Fate:
     def _await_heir(self, older: SimulatedStore) -> None:
         """Fail over when a lane has changed hands and the older store knows nothing of it: two owners, one epoch."""
         inherited = any(
-            lane.epoch > older.lanes()[name].epoch and lane.announced for name, lane in self._world.store.lanes().items()
+            lane.epoch > older.lanes()[name].epoch and lane.announced
+            for name, lane in self._world.store.lanes().items()
         )
         if inherited:
             self._fail_over(older)
