@@ -199,6 +199,7 @@ class LaneWorker:
             requests=page.requests,
             cursor=page.cursor,
             details={"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {},
+            relaxed=not self._publisher.capabilities.numbered,
         )
         first = self.lane.next_number
         await self._announce(batch)

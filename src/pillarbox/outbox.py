@@ -200,6 +200,9 @@ class Batch(msgspec.Struct, frozen=True):
     """People's requests that this announcement carries out."""
     cursor: Any = None
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    relaxed: bool = False
+    """The announcement may be lost if the database crashes: then the same rows are sent again, which is what a
+    destination without numbers must bear anyhow."""
 
 
 class Census(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -32,7 +32,8 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
 
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Status, Trouble
@@ -71,29 +72,34 @@ class Leases:
 
     async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it on a connection where every statement is a transaction of its own."""
-        return await self._run(self._turns, self._reader.connect, work, *arguments)
+        return await self._run(self._turns, self._reader.sync_engine.connect, work, *arguments)
 
     async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
-        return await self._run(self._turns, self._engine.begin, work, *arguments)
+        return await self._run(self._turns, self._engine.sync_engine.begin, work, *arguments)
 
     async def _run(
         self,
         turns: asyncio.Semaphore,
-        connect: Callable[[], AbstractAsyncContextManager[AsyncConnection]],
+        connect: Callable[[], AbstractContextManager[Connection]],
         work: Callable[..., _T],
         *arguments: Any,
     ) -> _T:
-        # A connection may hang without an error, when a packet filter forgets it: then we want another one.
+        def connected() -> _T:
+            with connect() as connection:
+                return work(connection, *arguments)
+
+        # A connection may hang without an error, when a packet filter forgets it: then we want another one. One
+        # greenlet for all of it: to connect, work and close in one each takes as long as an easy statement.
         with explained():
-            async with turns, asyncio.timeout(HUNG_SECONDS), connect() as connection:
-                return await connection.run_sync(work, *arguments)
+            async with turns, asyncio.timeout(HUNG_SECONDS):
+                return await greenlet_spawn(connected)
 
     async def _lease(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await self._run(self._lease_turns, self._engine.begin, work, *arguments)
+        return await self._run(self._lease_turns, self._engine.sync_engine.begin, work, *arguments)
 
     async def census(self) -> Census:
-        return await self._run(self._lease_turns, self._reader.connect, _census)
+        return await self._run(self._lease_turns, self._reader.sync_engine.connect, _census)
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None

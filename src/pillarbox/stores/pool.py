@@ -14,5 +14,5 @@ def with_own_pool(engine: AsyncEngine) -> AsyncEngine:
     if isinstance(given.pool, StaticPool):
         return engine
     own = Engine(given.pool.recreate(), given.dialect, given.url, hide_parameters=given.hide_parameters)
-    own.update_execution_options(**given.get_execution_options())  # a schema_translate_map says where the outbox is
+    own.update_execution_options(**given.get_execution_options())
     return AsyncEngine(own)

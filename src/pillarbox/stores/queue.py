@@ -21,7 +21,7 @@ from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import ColumnElement, Connection, CursorResult, and_, case, delete, func, select
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import BatchMismatchError, StoreError
@@ -30,6 +30,7 @@ from . import turn
 from .append import Appender
 from .columns import from_now
 from .leases import Leases, fenced, is_, lease_lost, stored
+from .statement import DirectStatement
 from .tables import outbox, requests
 
 _OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
@@ -77,7 +78,7 @@ class QueueStore(Appender, Leases):
             )
         following = _following(lane, batch)
         if self._is_postgres and not (lane.waiting or batch.failures or batch.parked or batch.requests):
-            await self.each_alone(_write_at_once, lane, following)
+            await self.each_alone(_write_at_once, lane, following, batch.relaxed)
             return following
         return await self.all_or_nothing(_announce, lane, following, batch)
 
@@ -125,7 +126,7 @@ def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused
     sending = _sending(lane)
     reads = turn.reads(_is_postgres(connection), sending=bool(sending), paused=bool(paused))
     parameters = {**_place(lane), "limit": limit, "max_bytes": max_bytes, "paused": paused, "sending": sending}
-    found = _fetched(connection.execute(reads.fresh, parameters))
+    found = _fetched(connection, reads.fresh, parameters)
     fresh = [_row(values) for values in found if not values[8]]
     asked = [values[0] for values in found if values[8]] if len(fresh) < len(found) else ()
     redo = _redo(connection, lane, reads, parameters) if lane.waiting else ()
@@ -191,8 +192,10 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch)
     return following
 
 
-def _write_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
-    """The common case on PostgreSQL, in one statement: settle what was announced, and announce what follows."""
+def _write_at_once(connection: Connection, lane: Lane, following: Lane, relaxed: bool = False) -> None:
+    """The common case on PostgreSQL, in one statement: settle what was announced, and announce what follows. What is
+    settled must stay settled, so only an announcement by itself can be relaxed.
+    """
     parameters = {
         **_place(lane),
         **stored(following.announced),
@@ -204,10 +207,10 @@ def _write_at_once(connection: Connection, lane: Lane, following: Lane) -> None:
     }
     pairs = _pairs(lane)
     if pairs:
-        owned = connection.execute(turn.SETTLE_AND_ANNOUNCE, {**parameters, **_arrays(pairs)}).first()
+        owned = turn.SETTLE_AND_ANNOUNCE.fetch(connection, {**parameters, **_arrays(pairs)})
     else:
-        owned = connection.execute(turn.ANNOUNCE, parameters).first()
-    if owned is None:
+        owned = (turn.ANNOUNCE_RELAXED if relaxed else turn.ANNOUNCE).fetch(connection, parameters)
+    if not owned:
         raise lease_lost(lane)
 
 
@@ -447,10 +450,13 @@ def _expect(changed: int, wanted: int) -> None:
         )
 
 
-def _fetched(result: CursorResult[Any]) -> Sequence[Any]:
+def _fetched(connection: Connection, statement: Any, parameters: dict[str, Any]) -> Sequence[Any]:
     """The rows as the driver has them: nothing in them is to be converted, and a wrapper around each would cost more
     than the rest.
     """
+    if isinstance(statement, DirectStatement):
+        return statement.fetch(connection, parameters)
+    result = connection.execute(statement, parameters)
     rows: Sequence[Any] = result.cursor.fetchall() if result.cursor is not None else ()
     result.close()
     return rows

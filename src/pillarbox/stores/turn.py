@@ -40,6 +40,7 @@ from sqlalchemy import (
 
 from ..outbox import FailurePolicy, Status
 from .columns import from_now
+from .statement import DirectStatement
 from .tables import lanes, outbox, requests, routes
 
 _ROUTE = bindparam("lane_route", type_=BigInteger)
@@ -121,7 +122,8 @@ class Reads:
     """What a poll asks."""
 
     fresh: Any
-    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1."""
+    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1. On PostgreSQL
+    without paused tenants it goes straight to the driver."""
     heads: Any
     """Rows that are due and the first of their key."""
     followers: Any
@@ -150,11 +152,12 @@ def reads(postgres: bool, *, sending: bool, paused: bool) -> Reads:
         o.c.id > bindparam("after", type_=BigInteger),
         _blocks(o),
     )
+    both = union_all(
+        fresh.add_columns(literal_column("0").label("is_request")),
+        select(asked.c.id, *(null() for _ in _ROW[1:]), literal_column("1")),
+    )
     return Reads(
-        fresh=union_all(
-            fresh.add_columns(literal_column("0").label("is_request")),
-            select(asked.c.id, *(null() for _ in _ROW[1:]), literal_column("1")),
-        ),
+        fresh=DirectStatement(both) if postgres and not paused else both,
         heads=_page(o, columns, and_(allowed, _is_head(o)), postgres),
         followers=_page(o, [*columns, o.c.status, _due(o).label("due")], behind, postgres),
     )
@@ -288,14 +291,19 @@ _FENCE = """
     WHERE route = :lane_route AND shard = :lane_shard
       AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :lane_batch
       AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
-    RETURNING 1
+    RETURNING {}
 """
-ANNOUNCE = text(_FENCE)
-SETTLE_AND_ANNOUNCE = text(
-    f"""
-    WITH fence AS ({_FENCE}), sent AS ({SENT_FROM[Status.PENDING].text} AND EXISTS (SELECT FROM fence) RETURNING 1)
-    SELECT count(*) FROM fence HAVING count(*) = 1
-    """  # noqa: S608  constants
+ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
+# The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
+ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format("set_config('synchronous_commit', 'off', true)")))
+_SENT_IF_FENCED = f"{SENT_FROM[Status.PENDING].text} AND EXISTS (SELECT FROM fence) RETURNING 1"
+SETTLE_AND_ANNOUNCE = DirectStatement(
+    text(
+        f"""
+        WITH fence AS ({_FENCE.format("1")}), sent AS ({_SENT_IF_FENCED})
+        SELECT count(*) FROM fence HAVING count(*) = 1
+        """  # noqa: S608  constants
+    )
 )
 
 

@@ -1,0 +1,89 @@
+"""Statements that go straight to the driver fail as others do, and leave no broken connection behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, ProgrammingError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from pillarbox.outbox import Batch
+from pillarbox.stores import leases
+from pillarbox.stores.migrations import migrate
+from pillarbox.stores.queue import QueueStore
+from pillarbox.stores.statement import DirectStatement
+from pillarbox.testing.conformance.outbox import ROUTE, delivery
+from tests.conftest import FreshDatabase
+
+
+@pytest.fixture(params=["asyncpg", "psycopg"])
+async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(fresh_database("embedded").url(request.param), pool_size=1, max_overflow=0)
+    yield engine
+    await engine.dispose()
+
+
+async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: AsyncEngine) -> None:
+    before = await _backend(engine)
+    with pytest.raises(ProgrammingError, match="nowhere") as failed:
+        await QueueStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
+    assert failed.value.connection_invalidated
+    assert await _backend(engine) != before
+
+
+async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
+    store = QueueStore(engine)
+    die = DirectStatement(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+    with pytest.raises(DBAPIError):
+        await store.each_alone(die.fetch, {})
+    [(answer,)] = await store.each_alone(DirectStatement(text("SELECT CAST(:it AS int)")).fetch, {"it": 7})
+    assert answer == 7
+
+
+async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_does(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby that never answers lets every COMMIT wait that must be durable."""
+    monkeypatch.setattr(leases, "HUNG_SECONDS", 1.0)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+    store = QueueStore(engine)
+    async with engine.begin() as connection:
+        await connection.run_sync(store.register, [ROUTE])
+        await connection.run_sync(store.append, [delivery("a")])
+    [lane] = await store.take("r", lease=60, wanted={ROUTE.id: 1})
+    [row] = (await store.poll(lane, limit=1)).fresh
+    await _configure(engine, "synchronous_standby_names", "nobody")
+    try:
+        while await _commits(engine):
+            pass
+        announced = await store.announce(lane, Batch(items=[row.id], relaxed=True), settle=False)
+        level = await store.each_alone(DirectStatement(text("SHOW synchronous_commit")).fetch, {})
+        assert [*level[0]] == ["on"]
+        with pytest.raises(TimeoutError):
+            await store.settle(announced)
+    finally:
+        await _configure(engine, "synchronous_standby_names", "")
+
+
+async def _commits(engine: AsyncEngine) -> bool:
+    try:
+        async with asyncio.timeout(0.3), engine.begin() as connection:
+            await connection.execute(text("SELECT pg_logical_emit_message(true, 'test', 'x')"))
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _backend(engine: AsyncEngine) -> int:
+    async with engine.connect() as connection:
+        return int((await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one())
+
+
+async def _configure(engine: AsyncEngine, name: str, value: str) -> None:
+    async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+        await connection.execute(text(f"ALTER SYSTEM SET {name} = '{value}'"))
+        await connection.execute(text("SELECT pg_reload_conf()"))
