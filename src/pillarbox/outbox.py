@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
@@ -53,6 +54,9 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+_route_id = lru_cache(maxsize=4096)(stable_hash)
+
+
 class RouteRecord(msgspec.Struct, frozen=True):
     """A route as the database knows it: everything that a relay needs, so that it needs no configuration of its own."""
 
@@ -66,7 +70,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
     @property
     def id(self) -> int:
         """A number made from the name, so that a writer knows it without asking the database."""
-        return stable_hash(self.name)
+        return _route_id(self.name)
 
     @property
     def needs(self) -> str:
