@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -15,6 +15,7 @@ from pillarbox.stores import leases
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.statement import DirectStatement
+from pillarbox.stores.tables import outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 
@@ -26,12 +27,45 @@ async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) 
     await engine.dispose()
 
 
-async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: AsyncEngine) -> None:
+async def test_an_error_is_one_of_sqlalchemy_and_the_connection_goes_on(engine: AsyncEngine) -> None:
     before = await _backend(engine)
     with pytest.raises(ProgrammingError, match="nowhere") as failed:
         await QueueStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
+    assert not failed.value.connection_invalidated
+    assert await _backend(engine) == before
+
+
+async def test_whoever_watches_the_engine_sees_what_a_transaction_writes(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+    seen: list[str] = []
+    for watched in (False, True):
+        if watched:
+            event.listen(engine.sync_engine, "before_cursor_execute", lambda *call: seen.append(call[2]))
+        async with engine.begin() as connection:
+            await connection.run_sync(QueueStore(engine).append, [delivery("a")])
+        assert [statement for statement in seen if "INSERT INTO pillarbox_outbox" in statement] == seen
+        assert len(seen) == watched
+    async with engine.connect() as connection:
+        assert (await connection.execute(select(func.count()).select_from(outbox))).scalar_one() == 2
+
+
+async def test_a_connection_that_is_lost_while_writing_fails_the_transaction(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+    other = create_async_engine(engine.url)
+    with pytest.raises(DBAPIError) as failed:
+        async with engine.begin() as connection:
+            pid = (await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one()
+            async with other.begin() as killer:
+                await killer.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
+            await connection.run_sync(QueueStore(engine).append, [delivery("a")])
     assert failed.value.connection_invalidated
-    assert await _backend(engine) != before
+    await other.dispose()
+    async with engine.connect() as connection:
+        assert (await connection.execute(select(func.count()).select_from(outbox))).scalar_one() == 0
 
 
 async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:

@@ -1,11 +1,13 @@
 """Hot statements: built with Core, compiled once per dialect, executed by their text.
 
-SQLAlchemy's own execution caches the compiled form, but finds it again by walking the statement each time; for the one
-statement that every business transaction pays for, that walk costs more than everything else we do.
+SQLAlchemy's own execution caches the compiled form, but finds it again by walking the statement each time, and prepares
+for results that nobody asks for. For the one statement that every business transaction pays for, and for the two of
+every turn of a lane, that costs more than everything else we do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,23 +31,20 @@ class FixedStatement:
         self._processors = processors if any(processors) else None
 
     def execute(self, connection: Connection, values: Sequence[Any]) -> None:
-        """Run it."""
+        """Run it. Whoever watches the engine sees it."""
         if self._processors is not None:
             pairs = zip(self._processors, values, strict=True)
             values = [process(value) if process else value for process, value in pairs]
-        if self._names is None:
-            connection.exec_driver_sql(self._text, tuple(values))
+        given = tuple(values) if self._names is None else dict(zip(self._names, values, strict=True))
+        if connection.dialect.name != "postgresql" or _is_watched(connection):
+            connection.exec_driver_sql(self._text, given)
         else:
-            connection.exec_driver_sql(self._text, dict(zip(self._names, values, strict=True)))
-
-
-def _processor(kind: TypeEngine[Any] | None, dialect: Dialect) -> Callable[[Any], Any] | None:
-    return None if kind is None else kind.dialect_impl(dialect).bind_processor(dialect)
+            _hand_over(connection, self._text, given)
 
 
 class DirectStatement:
-    """A statement that is handed to the driver as it is, for what every turn of a lane does: half of its time would go
-    into what SQLAlchemy does around it. No listener of the engine sees it, and an error costs the connection.
+    """A statement that is handed to the driver as it is, for what a relay asks all the time. Nobody who watches the
+    engine sees it.
     """
 
     def __init__(self, statement: ClauseElement) -> None:
@@ -54,20 +53,10 @@ class DirectStatement:
 
     def fetch(self, connection: Connection, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Run it; the rows as the driver has them."""
-        compiled = self._compiled.get(connection.dialect.driver) or self._compile(connection.dialect)
-        text, names, positional = compiled
+        text, names, positional = self._compiled.get(connection.dialect.driver) or self._compile(connection.dialect)
         values = [parameters[name] for name in names]
-        cursor = connection.connection.cursor()
-        try:
-            cursor.execute(text, tuple(values) if positional else dict(zip(names, values, strict=True)))
-            rows: Sequence[Any] = cursor.fetchall()
-        except BaseException as error:
-            connection.invalidate(error)
-            dbapi: Any = connection.dialect.dbapi
-            if isinstance(error, dbapi.Error):
-                raise DBAPIError.instance(text, None, error, dbapi.Error, connection_invalidated=True) from error
-            raise
-        cursor.close()
+        given = tuple(values) if positional else dict(zip(names, values, strict=True))
+        rows: Sequence[Any] = _hand_over(connection, text, given, lambda cursor: cursor.fetchall())
         return rows
 
     def _compile(self, dialect: Dialect) -> tuple[str, Sequence[str], bool]:
@@ -75,3 +64,45 @@ class DirectStatement:
         names = compiled.positiontup if compiled.positional else [*compiled.binds]
         self._compiled[dialect.driver] = found = (compiled.string, names, compiled.positional)
         return found
+
+
+def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[Any], Any] | None = None) -> Any:
+    """Have the driver run it. What fails, fails as it does in SQLAlchemy: with its errors, and without a connection
+    that nobody could use again.
+    """
+    dialect: Any = connection.dialect
+    pooled = connection.connection
+    cursor = pooled.cursor()
+    try:
+        cursor.execute(text, given)
+        found = None if result is None else result(cursor)
+    except BaseException as error:
+        answered = isinstance(error, dialect.dbapi.Error)
+        gone = not answered or dialect.is_disconnect(error, pooled.dbapi_connection, cursor)
+        if gone:
+            connection.invalidate(error)
+        if not answered:
+            raise
+        raise DBAPIError.instance(
+            text,
+            given,
+            error,  # type: ignore[arg-type]  the test above is the proof
+            dialect.dbapi.Error,
+            hide_parameters=connection.engine.hide_parameters,
+            connection_invalidated=gone,
+            dialect=dialect,
+        ) from error
+    cursor.close()
+    return found
+
+
+def _is_watched(connection: Connection) -> bool:
+    """Whether somebody listens to, or logs, the statements of this connection: instruments, or a person."""
+    dispatch: Any = connection.dispatch
+    return bool(
+        dispatch.before_cursor_execute or dispatch.after_cursor_execute
+    ) or connection.engine.logger.isEnabledFor(logging.INFO)
+
+
+def _processor(kind: TypeEngine[Any] | None, dialect: Dialect) -> Callable[[Any], Any] | None:
+    return None if kind is None else kind.dialect_impl(dialect).bind_processor(dialect)
