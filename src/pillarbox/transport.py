@@ -106,8 +106,9 @@ class Publisher(Protocol):
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
         """Send messages, in this order per key, and wait for the answers. Never called twice at once for a producer.
 
-        Nothing of a key is accepted behind a message of that key that was not. Being cancelled means unknown. An error
-        that is raised is taken as unknown, too.
+        Nothing of a key is accepted behind a message of that key that was not. If the transport is numbered, nothing of
+        a topic is stored behind one that was not: whoever takes over knows nothing but the highest number, and takes
+        all below it for stored. Being cancelled means unknown. An error that is raised is taken as unknown, too.
         """
         ...
 

@@ -106,21 +106,25 @@ class MemoryTransport:
         """There is nothing to let go of."""
 
     def _store(self, producer: str, messages: Sequence[Message]) -> Outcome:
-        accepted, duplicates, rejected = list[int](), list[int](), dict[str, Rejection]()
+        accepted, duplicates, rejected = list[int](), list[int](), list[Rejection]()
+        numbered = self._capabilities.numbered
+        keys, topics = set[str](), set[str]()
         for index, message in enumerate(messages):
-            if message.key in rejected:
+            if message.key in keys or (numbered and message.topic in topics):
                 continue
             if reason := self._refusal(message):
-                rejected[message.key] = Rejection(index, reason)
+                rejected.append(Rejection(index, reason))
+                keys.add(message.key)
+                topics.add(message.topic)
                 continue
             accepted.append(index)
-            if self._capabilities.numbered and message.number <= self._highest.get((producer, message.topic), -1):
+            if numbered and message.number <= self._highest.get((producer, message.topic), -1):
                 duplicates.append(index)
                 continue
             self._highest[producer, message.topic] = message.number
             self._topics[message.topic].append(message)
             self._deliver(message.topic, [message])
-        return Outcome(accepted, tuple(rejected.values()), duplicates)
+        return Outcome(accepted, rejected, duplicates)
 
     def _refusal(self, message: Message) -> str | None:
         return self.preflight(message) or next((reason for which, reason in self._refusals if which(message)), None)

@@ -268,6 +268,17 @@ class PublisherContract:
         await self.deliver(world, producer, messages(topic, "c", first=4))
         await self.arrived(world, sent)
 
+    async def test_h34_no_number_is_stored_behind_a_rejected_message_of_its_topic(self, world: World) -> None:
+        self.needs_numbers(world)
+        world.needs(Feature.REJECTIONS)
+        producer, topic = await self.opened(world)
+        sent = messages(topic, "abcd")
+        sent[1] = await world.unwelcome(topic, "b", 2)
+        outcome = await self.attempt(world, producer, sent)
+        assert not {1, 2, 3} & {*outcome.accepted}
+        await world.publisher.close(producer)
+        assert await world.publisher.open(producer, [topic]) in ({topic: -1}, {topic: 1})
+
     async def test_a_request_that_repeats_a_part_of_another_loses_and_doubles_nothing(self, world: World) -> None:
         self.needs_numbers(world)
         producer, topic = await self.opened(world)
