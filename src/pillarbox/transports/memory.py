@@ -124,7 +124,7 @@ class MemoryTransport:
             self._highest[producer, message.topic] = message.number
             self._topics[message.topic].append(message)
             self._deliver(message.topic, [message])
-        return Outcome(accepted, rejected, duplicates)
+        return Outcome(accepted, tuple(rejected), duplicates)
 
     def _refusal(self, message: Message) -> str | None:
         return self.preflight(message) or next((reason for which, reason in self._refusals if which(message)), None)
