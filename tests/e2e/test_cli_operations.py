@@ -367,8 +367,8 @@ class TestWhy:
             f"  relay-1 works on lane {lane_of(filled, BROKER)}, and 0 deliveries of the lane go first",
         ]
         assert lines[2] == f"{ARCHIVE}: PENDING (lane-paused)"
-        assert re.fullmatch(r"  lane \S+ was paused by Anna at \S+ \(night\)", lines[3])
-        assert re.fullmatch(r"  `pillarbox lanes resume 'archive:stock\.\{tenant\}/\d+'`", lines[4])
+        assert re.fullmatch(r"  route \S+ was paused by Anna at \S+ \(night\)", lines[3])
+        assert lines[4] == "  `pillarbox lanes resume 'archive:stock.{tenant}'`"
 
     @on_sqlite
     @pytest.mark.usefixtures("filled")

@@ -383,7 +383,10 @@ class TestWhy:
         answer = await yard.why(row)
         assert answer.cause == "lane-paused"
         assert "was paused by ben@office at 20" in answer.detail
-        assert answer.remedy == f"`pillarbox lanes resume {ROUTE}/{shard_of(yard, row)}`"
+        assert answer.remedy == f"`pillarbox lanes resume {ROUTE}`"
+        await yard.do(Handle.RESUME, Lanes(ROUTE))
+        await yard.do(Handle.PAUSE, Lanes(ROUTE, shard_of(yard, row)))
+        assert (await yard.why(row)).remedy == f"`pillarbox lanes resume {ROUTE}/{shard_of(yard, row)}`"
         async with yard.engine.begin() as connection:
             await connection.execute(delete(audit))
         assert "the trail does not say by whom" in (await yard.why(row)).detail

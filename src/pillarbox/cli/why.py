@@ -193,8 +193,11 @@ def _lane_paused(case: _Case) -> Cause | None:
     lane = case.lane
     if not lane.paused or (case.delivery.status is Status.SENDING and lane.held):
         return None
-    detail = f"lane {lane} was {_paused(case, [f'lane {lane}', f'route {lane.route}'])}"
-    return Cause("lane-paused", detail, f"`pillarbox lanes resume {quote(str(lane))}`")
+    whole_route = f"route {lane.route}"
+    entry = inspection.last_done(case.connection, "pause", [f"lane {lane}", whole_route])
+    stopped = lane.route if entry is not None and entry.target == whole_route else str(lane)
+    detail = f"{whole_route if stopped == lane.route else f'lane {lane}'} was {_paused(entry)}"
+    return Cause("lane-paused", detail, f"`pillarbox lanes resume {quote(stopped)}`")
 
 
 def _tenant_paused(case: _Case) -> Cause | None:
@@ -202,11 +205,11 @@ def _tenant_paused(case: _Case) -> Cause | None:
         return None
     name = f"tenant {case.tenant.tenant}"
     remedy = f"`pillarbox lanes resume --tenant {quote(case.tenant.tenant)}`"
-    return Cause("tenant-paused", f"{name} was {_paused(case, [name])}", remedy)
+    entry = inspection.last_done(case.connection, "pause", [name])
+    return Cause("tenant-paused", f"{name} was {_paused(entry)}", remedy)
 
 
-def _paused(case: _Case, targets: list[str]) -> str:
-    entry = inspection.last_done(case.connection, "pause", targets)
+def _paused(entry: AuditEntry | None) -> str:
     return "paused, the trail does not say by whom" if entry is None else _did(entry, "paused")
 
 
