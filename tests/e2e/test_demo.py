@@ -345,7 +345,7 @@ class TestDemo:
         assert re.match(r" +1\.\d s  committed [\d,]+ \(\d+/s\)  delivered", lines[0])
         assert "\x1b" not in printed
         assert re.search(r"^lost +0$", printed, re.MULTILINE)
-        assert re.search(r"^balanced +True$", printed, re.MULTILINE)
+        assert re.search(r"^balanced +yes$", printed, re.MULTILINE)
         assert complaint == ""
 
     @on_postgres

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -45,7 +46,17 @@ def command(config: Path | None, as_json: bool, seconds: float, no_faults: bool,
     stream = (sys.stderr if pictured else None) if as_json else sys.stdout
     report = run(play(load_settings(config), seconds, kinds, audience(stream)))
     if as_json or not pictured:
-        figures = [(name.replace("_", " "), shown(value)) for name, value in report.items()]
-        emit(report, table(figures), as_json=as_json)
+        emit(report, table(_figures(report)), as_json=as_json)
     if not report["balanced"]:
         raise CommandError("ledger and sink do not agree: please report it, with the figures", Exit.PROBLEM)
+
+
+def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report, to be read."""
+    faults = [f"{it['kind']} of {it['target']} at {it['at']} s, for {it['seconds']} s" for it in report["faults"]]
+    told = report | {
+        "faults": "; ".join(faults) or "none",
+        "lag_ms": ", ".join(f"{value} {part}" for part, value in report["lag_ms"].items()),
+        "balanced": "yes" if report["balanced"] else "no",
+    }
+    return [(name.replace("_", " "), shown(value)) for name, value in told.items()]
