@@ -165,7 +165,9 @@ def _statements(printed: str) -> list[str]:
 
 
 class TestShards:
-    async def test_the_number_of_shards_is_fixed_when_the_tables_are_made(self, fresh_database: FreshDatabase) -> None:
+    async def test_h96_the_number_of_shards_is_fixed_when_the_tables_are_made(
+        self, fresh_database: FreshDatabase
+    ) -> None:
         url = fresh_database("sqlite").url()
         async with order_box(url, shards=4) as box:
             await set_up(box)
