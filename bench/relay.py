@@ -132,10 +132,10 @@ async def _drains(box: Pillarbox, sink: Sink, floor: asyncpg.Connection) -> dict
     for _ in range(PAIRS):
         await _fill_floor(floor)
         floor_rate = await _drain_floor(floor)
-        await _fill(box)
+        await fill(box)
         before = await _wal(floor)
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        rate = await _drain(box, sink)
+        rate = await drain(box, sink)
         used = resource.getrusage(resource.RUSAGE_SELF)
         wal.append((await _wal(floor) - before) / EVENTS)
         cpu.append((used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime) / EVENTS * 1e6)
@@ -151,7 +151,8 @@ async def _drains(box: Pillarbox, sink: Sink, floor: asyncpg.Connection) -> dict
     }
 
 
-async def _fill(box: Pillarbox) -> None:
+async def fill(box: Pillarbox) -> None:
+    """Put the events into an empty outbox."""
     async with box.engine.begin() as connection:
         await connection.execute(text("TRUNCATE pillarbox_outbox"))
         for start in range(0, EVENTS, 1000):
@@ -161,7 +162,8 @@ async def _fill(box: Pillarbox) -> None:
         await connection.execute(text("VACUUM ANALYZE pillarbox_outbox"))
 
 
-async def _drain(box: Pillarbox, sink: Sink) -> float:
+async def drain(box: Pillarbox, sink: Sink) -> float:
+    """Send them; events per second."""
     sink.count = 0
     relay = box.relay(batch=BATCH)
     started = time.perf_counter()

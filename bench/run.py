@@ -15,6 +15,7 @@ from typing import Any
 
 import imports
 import relay
+import signals
 import uvloop
 import write
 
@@ -31,10 +32,12 @@ def main() -> None:
             Path(folder).chmod(0o711)  # the server may run as another user, who has to get through
             url = stack.enter_context(EmbeddedPostgres(Path(folder) / "server")).url
         results: dict[str, Any] = {**uvloop.run(write.measure(url)), **uvloop.run(relay.measure(url))}
+        results |= uvloop.run(signals.measure(url))
     results |= imports.measure()
     results["write_ratio"] = results["write_ratio_16"]
     results["write_to_hand_ratio"] = results["write_to_hand_ratio_16"]
-    print(write.report(results), relay.report(results), imports.report(results), sep="\n\n")
+    parts = (write.report(results), relay.report(results), signals.report(results), imports.report(results))
+    print(*parts, sep="\n\n")
     RESULTS.write_text(json.dumps(_rounded(results), indent=2) + "\n")
     print(f"\nwritten to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
 

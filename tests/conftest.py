@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from tests.servers import DATABASES, KINDS, Database, Missing, Redis, Server, Servers, installable
+from tests.servers import DATABASES, KINDS, Database, Missing, Prometheus, Redis, Server, Servers, installable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +92,13 @@ def mariadb_database(fresh_database: FreshDatabase) -> Database:
 @pytest.fixture
 def sqlite_database(fresh_database: FreshDatabase) -> Database:
     return fresh_database("sqlite")
+
+
+@pytest.fixture
+def prometheus(use_server: Callable[[str], Server]) -> Prometheus:
+    server = use_server("prometheus")
+    assert isinstance(server, Prometheus)
+    return server
 
 
 @pytest.fixture

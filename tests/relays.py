@@ -13,9 +13,10 @@ from typing import Any, ParamSpec
 from uuid import UUID
 
 from pillarbox import clock
-from pillarbox.lane import Counts, LaneWorker
+from pillarbox.lane import LaneWorker
 from pillarbox.outbox import Delivery, FailurePolicy, Key, Lane, RouteRecord, Status, stable_hash
 from pillarbox.relay import Pacing, Relay
+from pillarbox.report import Counts
 from pillarbox.retry import RetryPolicy
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.suspicion import Suspicion

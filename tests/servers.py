@@ -17,6 +17,7 @@ import sqlite3
 import subprocess
 import tempfile
 import time
+import urllib.request
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import count
@@ -32,7 +33,7 @@ from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 DATABASES = ("embedded", "system", "mariadb", "sqlite")
 
@@ -254,12 +255,58 @@ class Redis(Server):
             self.version = str(client.info("server")["redis_version"])
 
 
+class Prometheus(Server):
+    """Runs once per test that wants it, as it is told at its start whom to scrape; here it only says who it is."""
+
+    label = "Prometheus"
+
+    def start(self) -> None:
+        self._program = _program("prometheus")
+        self.folder.mkdir()
+        said = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=True)
+        self.version = _numbers((said.stdout + said.stderr).partition("version ")[2])
+
+    def stop(self) -> None:
+        """Nothing runs between tests."""
+
+    def check(self, metrics: str) -> str:
+        """What promtool has against these metrics."""
+        command = [_program("promtool"), "check", "metrics"]
+        done = subprocess.run(command, input=metrics, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    @contextlib.contextmanager
+    def scraping(self, target: str) -> Iterator[str]:
+        """A server that scrapes ``host:port`` every fifth of a second; its address comes back."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        scrape = f"- job_name: pillarbox\n  static_configs:\n  - targets: ['{target}']\n"
+        timing = "global:\n  scrape_interval: 200ms\n  scrape_timeout: 200ms\n"
+        (folder / "prometheus.yml").write_text(f"{timing}scrape_configs:\n{scrape}")
+        address = f"127.0.0.1:{_free_port()}"
+        command = [
+            *(self._program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
+            f"--web.listen-address={address}",
+        ]
+        process = _spawn(command, None, folder / "log")
+
+        def ready() -> None:
+            with urllib.request.urlopen(f"http://{address}/-/ready", timeout=5):
+                pass
+
+        _wait_for_answer(process, ready, OSError, folder / "log")
+        try:
+            yield f"http://{address}"
+        finally:
+            _end(process, signal.SIGKILL)
+
+
 KINDS: dict[str, type[Server]] = {
     "embedded": Embedded,
     "system": System,
     "mariadb": MariaDB,
     "sqlite": SQLite,
     "redis": Redis,
+    "prometheus": Prometheus,
 }
 
 

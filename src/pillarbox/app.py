@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from uuid import UUID
@@ -25,14 +26,17 @@ from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
 from .event import EventType, Raised, registry
+from .gauges import Gauges
 from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
 from .relay import Pacing, Relay
+from .report import count_new
 from .route import Origin, Route, Router, check_routes
 from .stores import sqlite
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
 from .stores.tables import meta
+from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
@@ -46,8 +50,9 @@ class Pillarbox:
     """An outbox on one database.
 
     ``engine`` is an `AsyncEngine`, a database URL, or None for an embedded PostgreSQL that needs no installation.
-    ``transports`` are the destinations by name, ``routes`` say which events go to which of them. An engine that you
-    give stays yours: the box does not dispose of it.
+    ``transports`` are the destinations by name, ``routes`` say which events go to which of them, and ``signals`` are
+    told what happens: `pillarbox.prometheus`, `pillarbox.otel`. An engine that you give stays yours: the box does not
+    dispose of it.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Pillarbox:
         row_security: bool = False,
         shards: int | None = None,
         slow_after: float | None = 10.0,
+        signals: Sequence[Observer] = (),
     ) -> None:
         if engine is not None and not isinstance(engine, (AsyncEngine, str)):
             raise ConfigurationError(
@@ -88,6 +94,10 @@ class Pillarbox:
         self._relay_engine: AsyncEngine | None = None
         self._relays: WeakSet[Relay] = WeakSet()
         self._started = False
+        self._process: int | None = None
+        self.signals = Signals(signals)
+        """Who is told what this box and its relays do."""
+        self.signals.watch(Gauges(lambda: self._engine, lambda: self._relays))
         self._outbox = _BoxOutbox(self)
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
         if isinstance(engine, AsyncEngine):
@@ -104,8 +114,17 @@ class Pillarbox:
     ) -> None:
         await self.stop()
 
+    @asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:  # noqa: ARG002  who asks makes no difference
+        """``FastAPI(lifespan=box.lifespan)``: the box starts and stops with the application. `pillarbox.fastapi` has
+        one that can do more.
+        """
+        async with self:
+            yield
+
     async def start(self) -> None:
         """Connect. Starts the embedded PostgreSQL if no engine was given."""
+        self._use_in_this_process()
         if self._engine is None:
             if self._given is None:
                 self._embedded = EmbeddedPostgres()
@@ -125,6 +144,7 @@ class Pillarbox:
 
     async def stop(self) -> None:
         """Stop the relays of this box, and let go of everything that it has opened."""
+        self._check_process()
         for relay in [*self._relays]:
             relay.stop()
             await relay.finished()
@@ -141,10 +161,25 @@ class Pillarbox:
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.stop)
             self._embedded = None
+        self._process = None
+
+    def _use_in_this_process(self) -> None:
+        """From the first use to `stop`, the box belongs to one process."""
+        self._check_process()
+        self._process = os.getpid()
+
+    def _check_process(self) -> None:
+        # After a fork two processes would talk on the same connections.
+        if self._process is not None and self._process != os.getpid():
+            raise SessionError(
+                f"the box was started by process {self._process}, and this is process {os.getpid()}, forked from it: "
+                "start the box in each worker, in the application's lifespan, and not when modules are imported"
+            )
 
     @property
     def engine(self) -> AsyncEngine:
         """The engine that the box works with."""
+        self._check_process()
         if self._engine is None:
             raise SessionError("the box is not started: use `async with box:`, or await box.start()")
         return self._engine
@@ -186,6 +221,7 @@ class Pillarbox:
         """A business transaction. Inside another one of the same task it is a savepoint, unless ``new_transaction`` is
         said.
         """
+        self._use_in_this_process()
         if self._unit_sessions is None:
             self._unit_sessions = self.bind(async_sessionmaker(self.engine, expire_on_commit=False))
         return UnitOfWork(
@@ -271,10 +307,11 @@ class Pillarbox:
         """A relay for the transports and handlers of this box. It serves every route in the database that needs one of
         them, whoever wrote it; it has a pool of its own.
         """
+        self._use_in_this_process()
         if self._relay_engine is None:
             self._relay_engine = with_own_pool(self.engine)
             self._outbox.put_right(self._relay_engine.sync_engine)
-        bus = Bus(self.handlers, self.decode)
+        bus = Bus(self.handlers, self.decode, self.signals)
         publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
         relay = Relay(
             QueueStore(self._relay_engine),
@@ -284,6 +321,7 @@ class Pillarbox:
             shards=shards,
             bell=self.doorbell,
             shares_connection=self._relay_engine is self._engine,
+            signals=self.signals,
         )
         self._relays.add(relay)
         return relay
@@ -308,6 +346,7 @@ class _BoxOutbox:
         self._box = box
         self._router = box.router
         self.tenancy = box.tenancy
+        self.signals = box.signals
         self._inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
         self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
 
@@ -326,6 +365,7 @@ class _BoxOutbox:
         return bool(self._router.plan(raised.type))
 
     def prepare(self, connection: Connection) -> _Prepared:
+        self._box._use_in_this_process()
         # In the transaction of the rows, not beside it: a second connection could wait for ever on a small pool. It
         # counts as done once that transaction has committed.
         records = tuple(self._router.records)
@@ -352,6 +392,8 @@ class _BoxOutbox:
         if prepared is not None:
             engine, records = prepared
             self._registered[engine] = records
+            if self.signals:
+                count_new(self.signals, deliveries, {record.id: record.name for record in records})
             self._box.doorbell.ring({LaneName(delivery.route, delivery.shard) for delivery in deliveries})
 
 

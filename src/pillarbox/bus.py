@@ -13,8 +13,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from . import telemetry
 from .context import event_context
 from .outbox import Key
+from .telemetry import SILENT, Activity, Signals
 from .transport import Capabilities, Message, Outcome, Rejection
 
 logger = logging.getLogger("pillarbox")
@@ -27,7 +29,10 @@ class Bus:
 
     capabilities = Capabilities(max_messages=20)  # what a crash may run again
 
-    def __init__(self, handlers: Mapping[str, Handler], decode: Callable[[Message], object]) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], decode: Callable[[Message], object], signals: Signals = SILENT
+    ) -> None:
+        self._signals = signals
         self._handlers = handlers
         self._decode = decode
 
@@ -60,7 +65,10 @@ class Bus:
 
     async def _failure_of(self, message: Message) -> BaseException | None:
         try:
-            await self._dispatch(message)
+            if self._signals.traces:
+                await self._dispatch_traced(message)
+            else:
+                await self._dispatch(message)
         except asyncio.CancelledError as cancelled:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -68,6 +76,23 @@ class Bus:
         except Exception as error:
             return error
         return None
+
+    async def _dispatch_traced(self, message: Message) -> None:
+        attributes: dict[str, str | int] = {
+            "messaging.system": "pillarbox",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": message.topic,
+            "messaging.message.id": message.headers["event_id"],
+            "pillarbox.event_type": message.headers.get("event_type", ""),
+        }
+        activity = Activity(telemetry.PROCESS, message.topic, attributes, [message.headers])
+        with self._signals.during(activity):
+            try:
+                await self._dispatch(message)
+            except BaseException as error:
+                activity.error = type(error).__name__
+                raise
 
     async def _dispatch(self, message: Message) -> None:
         handler = self._handlers[message.topic]

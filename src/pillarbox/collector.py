@@ -14,18 +14,20 @@ from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, Engine, Select, inspect, literal, select, text
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import async_session
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.util import await_only
 
-from . import commit
+from . import clock, commit, telemetry
 from .aggregate import Aggregate, recorded_by
 from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
 from .outbox import Delivery, stable_hash
 from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
+from .telemetry import Activity, Signals, handed_on
 from .tenancy import Tenancy, TenantScoped, session_tenant
 
 MAX_ROUNDS = 100
@@ -37,6 +39,7 @@ class Outbox(Protocol):
     """What a session needs to know about the box that it is bound to."""
 
     tenancy: Tenancy
+    signals: Signals
 
     def put_right(self, engine: Engine) -> None:
         """Make COMMIT and transactions on this engine what they must be. Twice is fine."""
@@ -126,6 +129,8 @@ class Collector:
         self._frames: list[_Frame] = []
         self._handle: int | None = None
         self._prepared: Any = None
+        self._commit_began: float | None = None
+        self._commit_took: float | None = None
         self.committed = False
         """Whether the newest transaction of the session has committed. True from the moment of the database's answer.
         """
@@ -329,6 +334,15 @@ class Collector:
         prepared = self._outbox.prepare(connection)
         # In a transaction that belongs to somebody else our commit may still be undone.
         self._prepared = None if isinstance(self.session.get_bind(), Connection) else prepared
+        if self._outbox.signals.traces:
+            deliveries = self._append_traced(connection, wanted)
+        else:
+            deliveries = self._append_rows(connection, wanted)
+        if self._handle is None:
+            self._handle = commit.remember(connection.connection, self._written)
+        return deliveries
+
+    def _append_rows(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
         deliveries = [
             row
             for entry, origin in wanted
@@ -336,9 +350,33 @@ class Collector:
         ]
         self._lock_keys(connection, [entry for entry, _ in wanted if entry.ordered])
         self._outbox.append(connection, deliveries)
-        if self._handle is None:
-            self._handle = commit.remember(connection.connection, self._written)
         return deliveries
+
+    def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
+        raised = [entry.raised for entry, _ in wanted]
+        activity = Activity(
+            telemetry.APPEND,
+            "",
+            {
+                "messaging.system": "pillarbox",
+                "messaging.operation.name": "append",
+                "messaging.operation.type": "create",
+                "messaging.batch.message_count": len(raised),
+                "db.system.name": connection.dialect.name,
+                "db.operation.name": "INSERT",
+                "db.collection.name": "pillarbox_outbox",
+            },
+            [{"event_id": str(it.event_id), "event_type": it.type.name} | it.context.headers() for it in raised],
+        )
+        with self._outbox.signals.during(activity):
+            contexts = [handed_on(it.context, activity) for it in raised]
+            return self._append_rows(
+                connection,
+                [
+                    (entry._replace(raised=replace(entry.raised, context=context)), origin)
+                    for (entry, origin), context in zip(wanted, contexts, strict=True)
+                ],
+            )
 
     def _connection(self) -> Connection:
         try:
@@ -378,10 +416,16 @@ class Collector:
             self.committed = False
         self._frames.append(_Frame())
 
+    def commit_begins(self) -> None:
+        """Called only if somebody wants to know how long it takes."""
+        self._commit_began = clock.current().monotonic()
+
     def committing(self) -> None:
         if self._frames:
             self._frames[-1].committed = True
             self.committed = len(self._frames) == 1
+            if self.committed and self._commit_began is not None:
+                self._commit_took = clock.current().monotonic() - self._commit_began
 
     def rolled_back(self) -> None:
         """The database has undone the innermost transaction or savepoint; what is not written will never be."""
@@ -404,11 +448,21 @@ class Collector:
             self._end(frame)
 
     def _end(self, frame: _Frame) -> None:
+        unknown = False
         if self._handle is not None:
-            commit.forget(self._handle)
+            unknown = commit.forget(self._handle)
             self._handle = None
+        if self._outbox.signals:
+            self._tell(unknown=unknown, took=self._commit_took if frame.deliveries else None)
         if frame.committed and frame.deliveries:
             self._outbox.committed(frame.deliveries, self._prepared)
+
+    def _tell(self, *, unknown: bool, took: float | None) -> None:
+        if unknown:
+            self._outbox.signals.count(telemetry.COMMIT_UNKNOWN)
+        if took is not None:
+            self._outbox.signals.observe(telemetry.COMMIT, {took: 1})
+        self._commit_began = self._commit_took = None
 
     def _forget(self, frame: _Frame) -> None:
         for given, events in frame.taken_over:

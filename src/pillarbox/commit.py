@@ -36,12 +36,14 @@ _MYSQL_GOODBYES = frozenset({1053, 1077, 1078, 1079, 1317, 1927, 4031})
 class _Open:
     """A transaction that has written to the outbox and has not ended."""
 
-    __slots__ = ("held_back", "written")
+    __slots__ = ("held_back", "unknown", "written")
 
     def __init__(self, written: Callable[[], Written]) -> None:
         self.written = written
         self.held_back: asyncio.Task[object] | None = None
         """A task that was cancelled while COMMIT was on its way."""
+        self.unknown = False
+        """Whether COMMIT was not answered."""
 
 
 _open: dict[int, _Open] = {}
@@ -54,11 +56,14 @@ def remember(connection: object, written: Callable[[], Written]) -> int:
     return id(connection)
 
 
-def forget(handle: int) -> None:
-    """The transaction has ended and its connection is back: a cancellation that was held back may come now."""
+def forget(handle: int) -> bool:
+    """The transaction has ended and its connection is back: a cancellation that was held back may come now. Whether its
+    outcome is unknown comes back.
+    """
     ended = _open.pop(handle, None)
     if ended is not None and ended.held_back is not None:
         ended.held_back.cancel()
+    return ended is not None and ended.unknown
 
 
 def guard_commits(engine: Engine) -> None:
@@ -78,6 +83,8 @@ def guard_commits(engine: Engine) -> None:
             if was_answered(dialect.name, error):
                 raise
             transaction = _open.get(id(dbapi_connection))
+            if transaction is not None:
+                transaction.unknown = True
             raise CommitOutcomeUnknown(transaction.written() if transaction else ()) from error
 
     dialect.do_commit = do_commit

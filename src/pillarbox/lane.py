@@ -21,8 +21,10 @@ from . import clock
 from .errors import LaneHaltedError, LeaseLostError
 from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
 from .redaction import redacted
+from .report import Counts, Report
 from .retry import RetryPolicy
 from .suspicion import PROBES, Place, Suspicion
+from .telemetry import SILENT, Signals
 from .transport import Message, Outcome, Publisher, Verdict
 
 logger = logging.getLogger("pillarbox")
@@ -38,24 +40,6 @@ DEADLY_TRIES = 3
 """A batch that so many relays died of is sent one message at a time."""
 
 _Item = tuple[int, Row]
-
-
-@dataclass(slots=True)
-class Counts:
-    """What has become of deliveries."""
-
-    sent: int = 0
-    rejected: int = 0
-    dead: int = 0
-
-    @property
-    def total(self) -> int:
-        """Whether this has changed tells whether anything was done."""
-        return self.sent + self.rejected
-
-    def since(self, before: Counts) -> Counts:
-        """What was added."""
-        return Counts(self.sent - before.sent, self.rejected - before.rejected, self.dead - before.dead)
 
 
 @dataclass(slots=True)
@@ -91,6 +75,7 @@ class LaneWorker:
         counts: Counts,
         draw: Callable[[], float],
         changed: Callable[[], None],
+        signals: Signals = SILENT,
     ) -> None:
         self.lane = lane
         self.pace = Pace()
@@ -104,7 +89,8 @@ class LaneWorker:
         self._producer = producer
         self._deadline = deadline
         self._suspicion = suspicion
-        self._counts = counts
+        self._lost = False
+        self._report = Report(lane, counts, signals)
         self._draw = draw
         self._changed = changed
         self._bell = asyncio.Event()
@@ -134,6 +120,9 @@ class LaneWorker:
         """Somebody else owns the lane: nothing may leave any more."""
         self.extend(float("-inf"))
         self.stop()
+        if not self._lost:
+            self._lost = True
+            self._report.lease_lost()
 
     def stop(self) -> None:
         """Finish what is announced, if the destination lets us, and come to an end."""
@@ -304,18 +293,13 @@ class LaneWorker:
             plan.failures.append(failure)
             self._stop_key(row, failure, stopped)
 
-    def _failed(self, row: Row, reason: str) -> Failure:
+    def _failed(self, row: Row, reason: str, number: int = 0) -> Failure:
         policy, attempts, said = self.lane.route.retry, row.attempts + 1, redacted(reason)
-        self._counts.rejected += 1
-        if not policy.exhausted(attempts):
-            logger.warning("%s: event %s was rejected (%d): %s", self.lane, row.event_id, attempts, said)
-            return Failure(row.id, attempts, said, policy.delay(attempts, self._draw))
-        return self._dead(row, attempts, said)
-
-    def _dead(self, row: Row, attempts: int, reason: str) -> Failure:
-        self._counts.dead += 1
-        logger.error("%s: event %s is dead after %d attempts: %s", self.lane, row.event_id, attempts, reason)
-        return Failure(row.id, attempts, reason, None)
+        if policy.exhausted(attempts):
+            self._report.dead(row, number, attempts, said, rejected=True)
+            return Failure(row.id, attempts, said, None)
+        self._report.rejected(row, number, attempts, said)
+        return Failure(row.id, attempts, said, policy.delay(attempts, self._draw))
 
     def _stop_key(self, row: Row, failure: Failure, stopped: set[Key]) -> None:
         if failure.retry_after is not None or self.lane.route.on_failure is FailurePolicy.PARK:
@@ -326,6 +310,7 @@ class LaneWorker:
     async def _deliver(self, items: list[_Item] | None) -> None:
         """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first."""
         self._stored = False
+        began = clock.current().monotonic()
         accepted: set[int] = set()
         while items is None or items:
             if items is None:
@@ -340,6 +325,7 @@ class LaneWorker:
                     await self._abandon(accepted)
                     return
         self._stored = True
+        self._report.delivered(clock.current().monotonic() - began)
 
     async def _send(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome]:
         """One request; what is left to do comes back."""
@@ -370,6 +356,14 @@ class LaneWorker:
 
     async def _request(self, messages: Sequence[Message]) -> Outcome:
         self._check_lease()
+        with self._report.sending(self._producer, messages) as tell:
+            outcome = await self._ask(messages)
+            tell(outcome)
+        if outcome.accepted:
+            self._went_well(messages, outcome.accepted)
+        return outcome
+
+    async def _ask(self, messages: Sequence[Message]) -> Outcome:
         try:
             async with self._within_lease():
                 outcome = await self._publisher.send(self._producer, messages)
@@ -383,14 +377,12 @@ class LaneWorker:
             logger.debug("%s: the transport failed", self.lane, exc_info=True)
             outcome = _unknown(error)
         if (nonsense := contradiction(messages, outcome)) is not None:
-            logger.error("%s: the transport's answer is worth nothing: %s", self.lane, nonsense)
+            self._report.nonsense(nonsense)
             outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"its answer is worth nothing: {nonsense}")
-        if outcome.accepted:
-            self._went_well(messages, outcome.accepted)
         return outcome
 
     def _went_well(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
-        self._counts.sent += len(accepted)
+        self._report.sent(messages, accepted)
         self.failures, self.trouble = 0, None
         for topic in {messages[index].topic for index in accepted}:
             self._suspicion.accepted(self.lane, topic)
@@ -409,7 +401,7 @@ class LaneWorker:
             if index in stored:
                 continue
             if index in reasons:
-                failures.append(self._rejected(row, reasons[index]))
+                failures.append(self._rejected(row, reasons[index], number))
                 self._stop_key(row, failures[-1], stopped)
             elif row.order_key in stopped:
                 parked.append(row.id)
@@ -423,11 +415,12 @@ class LaneWorker:
         self.lane = await self._store.amend(self.lane, failures, parked=parked)
         return left
 
-    def _rejected(self, row: Row, reason: str) -> Failure:
+    def _rejected(self, row: Row, reason: str, number: int) -> Failure:
         attempts = self._suspicion.rejected(self.lane, row, redacted(reason))
         if attempts is not None:
+            self._report.refused_like_all()
             return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
-        return self._failed(row, reason)
+        return self._failed(row, reason, number)
 
     async def _send_suspect(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
@@ -436,7 +429,8 @@ class LaneWorker:
         number, row = items[0]
         self._check_lease()
         if self.lane.route.retry.exhausted(row.attempts):
-            dead = self._dead(row, row.attempts, "relays died while this was being sent")
+            dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
+            self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
             stopped: set[Key] = set()
             self._stop_key(row, dead, stopped)
             parked = [later.id for _, later in items[1:] if later.order_key in stopped]
@@ -482,6 +476,7 @@ class LaneWorker:
         pushed = [(number, row) for number, row in items if row.topic == topic and number <= last]
         if not pushed:
             return items, None
+        found = len(pushed)
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
             outcome = await self._request([_message(*pushed[-1])])
             if not outcome.accepted:
@@ -491,9 +486,9 @@ class LaneWorker:
                     f"{topic} stored message {last} of {self._producer} again, which it said it had: "
                     "is deduplication on?"
                 )
-            self._counts.sent -= 1
+            found -= 1  # the probe was counted
+        self._report.found_stored(found)
         gone = {number for number, _ in pushed}
-        self._counts.sent += len(gone)
         return [item for item in items if item[0] not in gone], None
 
     async def _open(self, topics: Collection[str]) -> bool:
@@ -522,9 +517,7 @@ class LaneWorker:
 
     async def _rest(self, verdict: str, reason: str) -> bool:
         """The destination is not to be had: wait, the longer the more often. False if we are to stop."""
-        said = f"{self.lane.route.destination} is {verdict}: {redacted(reason)}"
-        if self.failures == 0:
-            logger.warning("%s: %s", self.lane, said)
+        said = self._report.away(verdict, redacted(reason), first=self.failures == 0)
         self.failures += 1
         self._opened.clear()
         return await self.wait(BREAKER.delay(self.failures, self._draw), said)

@@ -15,17 +15,20 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from . import clock
+from . import clock, telemetry
 from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
-from .lane import BREAKER, Counts, LaneWorker, Pace
+from .lane import BREAKER, LaneWorker, Pace
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore
 from .redaction import redacted
+from .report import Counts
 from .suspicion import Suspicion
+from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher
 
 logger = logging.getLogger("pillarbox")
@@ -79,6 +82,7 @@ class Relay:
         bell: Doorbell | None = None,
         draw: Callable[[], float] = random.random,
         shares_connection: bool = False,
+        signals: Signals = SILENT,
     ) -> None:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
         self.counts = Counts()
@@ -91,6 +95,7 @@ class Relay:
         self._bell = bell
         self._draw = draw
         self._shares_connection = shares_connection
+        self._signals = signals
         self._suspicion = Suspicion(draw, self._heard)
         self._workers: dict[LaneName, LaneWorker] = {}
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
@@ -98,6 +103,7 @@ class Relay:
         self._census: Census | None = None
         self._renewed_at: float | None = None
         self._attended_at: float | None = None
+        self._tried_at: float | None = None
         self._reachable = True
         self._stopping = False
         self._leaving = False
@@ -131,6 +137,7 @@ class Relay:
             looking.cancel()
             try:
                 await self._leave()
+                await asyncio.wait([looking])  # its connection is back before anybody closes the pool
             finally:
                 self._stopping = False  # it may run again
                 self._finished.set()
@@ -172,9 +179,18 @@ class Relay:
 
     @property
     def healthy(self) -> bool:
-        """Whether it has seen to its leases lately: what a liveness probe should ask."""
-        seen = self._attended_at
-        return seen is not None and clock.current().monotonic() - seen < 2 * self._pacing.lease
+        """Whether it has seen to its leases lately: what a readiness probe should ask."""
+        return self._is_recent(self._attended_at)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has tried to lately, with or without success: what a liveness probe should ask. A database that
+        is away does not come back by a restart of ours.
+        """
+        return self._is_recent(self._tried_at)
+
+    def _is_recent(self, moment: float | None) -> bool:
+        return moment is not None and clock.current().monotonic() - moment < 2 * self._pacing.lease
 
     def status(self) -> dict[str, Any]:
         """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
@@ -187,10 +203,23 @@ class Relay:
             "troubles": troubles,
         }
 
+    def samples(self) -> Iterator[Sample]:
+        """What gauges show of it."""
+        if self._census is None or self._attended_at is None:
+            return
+        held = Counter(name.route for name in self._workers)
+        stopped = Counter(name.route for name, worker in self._workers.items() if worker.trouble is not None)
+        for served in self._served(self._census):
+            route = self._census.routes[served]
+            yield Sample(telemetry.LANES_HELD, (route.name,), held[served])
+            yield Sample(telemetry.LANES_STOPPED, (route.name, route.destination), stopped[served])
+        yield Sample(telemetry.CYCLE_AGE, (), clock.current().monotonic() - self._attended_at)
+
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def _attend(self) -> None:
         """See to our leases and take our share. A store that fails is tried again; leases end by themselves."""
+        self._tried_at = clock.current().monotonic()
         try:
             census = await self._attend_once()
             wanted = self._balance(census)
@@ -198,12 +227,18 @@ class Relay:
                 await self._take(wanted)
         except Exception as error:
             if self._reachable:
-                logger.warning("relay %s: the outbox cannot be reached: %s", self.name, _said(error))
+                logger.warning(
+                    "relay %s: the outbox cannot be reached: %s",
+                    *(self.name, _said(error)),
+                    extra=self._fields(telemetry.LOG_UNREACHABLE, reason=_said(error)),
+                )
             logger.debug("relay %s: the outbox cannot be reached", self.name, exc_info=True)
             self._reachable = False
         else:
             if not self._reachable:
-                logger.warning("relay %s: the outbox can be reached again", self.name)
+                logger.warning(
+                    "relay %s: the outbox can be reached again", self.name, extra=self._fields(telemetry.LOG_REACHABLE)
+                )
             self._reachable = True
 
     async def _attend_once(self) -> Census:
@@ -240,7 +275,8 @@ class Relay:
             if lane.name in ours:
                 worker.extend(self._deadline(before))
             else:
-                logger.warning("relay %s: lane %s was taken over", self.name, lane)
+                extra = self._fields(telemetry.LOG_TAKEN_OVER, lane)
+                logger.warning("relay %s: lane %s was taken over", self.name, lane, extra=extra)
                 worker.lose()
 
     def _deadline(self, before: float) -> float:
@@ -305,6 +341,7 @@ class Relay:
             counts=self.counts,
             draw=self._draw,
             changed=self._progress.set,
+            signals=self._signals,
         )
 
     async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:
@@ -314,13 +351,17 @@ class Relay:
             await (worker.run_once() if once else worker.run())
             self._stumbles.pop(name, None)
         except LeaseLostError as lost:
-            logger.warning("relay %s: %s", self.name, lost)
+            extra = self._fields(telemetry.LOG_LEASE_LOST, worker.lane, str(lost))
+            logger.warning("relay %s: %s", self.name, lost, extra=extra)
+            worker.lose()
         except LaneHaltedError as halted:
-            logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted)  # noqa: TRY400  says it all
+            extra = self._fields(telemetry.LOG_HALTED, worker.lane, redacted(str(halted)))
+            logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  says it all
             # We keep it: whoever took it would run into the same wall.
             await worker.halt(redacted(str(halted)))
         except Exception as error:
-            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error))
+            extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, _said(error))
+            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error), extra=extra)
             logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
             self._stumbles[name] = self._stumbles.get(name, 0) + 1
             await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), "the outbox or the transport failed")
@@ -330,6 +371,10 @@ class Relay:
             self._progress.set()
         if not self._leaving:
             await self._let_go([worker])
+
+    def _fields(self, event: LogEvent, lane: Lane | None = None, reason: str | None = None) -> dict[str, object]:
+        destination = lane.route.destination if lane is not None else None
+        return telemetry.fields(event, relay=self.name, lane=lane and str(lane), destination=destination, reason=reason)
 
     async def _let_go(self, workers: Collection[LaneWorker], *, leaving: bool = False) -> None:
         for worker in workers:

@@ -217,6 +217,11 @@ def _after_transaction_end(session: BoundSession, transaction: SessionTransactio
         session.collector.ended()
 
 
+def _before_commit(session: BoundSession) -> None:
+    if session.pillarbox.signals:
+        session.collector.commit_begins()
+
+
 def _after_commit(session: BoundSession) -> None:
     session.collector.committing()
 
@@ -261,6 +266,7 @@ def _refuse_bulk_of(owner: type) -> None:
 _LISTENERS: dict[str, Callable[..., None]] = {
     "after_transaction_create": _after_transaction_create,
     "after_transaction_end": _after_transaction_end,
+    "before_commit": _before_commit,
     "after_commit": _after_commit,
     "after_rollback": _after_rollback,
     "transient_to_pending": _added,

@@ -165,6 +165,14 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="warning", description="What is logged on standard error.", examples=["info"]
     )
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = Field(
+        default="text", description="Lines for people, or one JSON object per line.", examples=["json"]
+    )
+    tracing: Annotated[Literal["off", "otel"], BeforeValidator(_yaml_off)] = Field(
+        default="off",
+        description="`otel` lets `pillarbox relay` make OpenTelemetry spans, for the global tracer provider.",
+        examples=["otel"],
+    )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

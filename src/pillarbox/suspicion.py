@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from . import clock
+from . import clock, telemetry
 from .outbox import Failure, Key, Lane, LaneName, Row
 from .retry import RetryPolicy
 
@@ -55,7 +55,7 @@ class Suspicion:
         """The topic takes messages: whatever was rejected was rejected for its own sake."""
         place = self._place(lane, topic)
         if place.blocked:
-            logger.warning("%s takes messages again", " ".join(place.name))
+            logger.warning("%s takes messages again", " ".join(place.name), extra=_fields(telemetry.LOG_TAKES, place))
         place.has_accepted, place.blocked, place.probes = True, False, 0
         place.keys.clear()
         place.attempts.clear()
@@ -75,6 +75,7 @@ class Suspicion:
                 " ".join(place.name),
                 len(place.keys),
                 reason,
+                extra=_fields(telemetry.LOG_REFUSES, place),
             )
             self._wake(place.lanes)  # they have attempts to take back
         return place.attempts[lane.name].pop(row.id) if place.blocked else None
@@ -116,6 +117,11 @@ class Suspicion:
     def _place(self, lane: Lane, topic: str) -> Place:
         name = (lane.route.destination, topic)
         return self._places.setdefault(name, Place(name))
+
+
+def _fields(event: telemetry.LogEvent, place: Place) -> dict[str, object]:
+    destination, topic = place.name
+    return telemetry.fields(event, destination=destination, topic=topic, reason=place.reason)
 
 
 def _is_suspicious(place: Place) -> bool:

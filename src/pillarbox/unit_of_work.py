@@ -22,6 +22,7 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 
+from . import telemetry
 from .aggregate import Aggregate
 from .commit import uninterrupted
 from .errors import SessionError
@@ -231,6 +232,7 @@ class UnitOfWork:
             "a unit of work has been open for %s s; it holds locks and a connection. It is here:\n%s",
             self._slow_after,
             stack,
+            extra=telemetry.fields(telemetry.LOG_SLOW, tenant=self._tenant),
         )
 
 

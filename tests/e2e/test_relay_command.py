@@ -24,11 +24,13 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.cli import run
 from pillarbox.cli.output import Exit
-from pillarbox.cli.relay import _answering
-from pillarbox.relay import Relay
+from pillarbox.cli.relay import _answering, _no_metrics, _observe
+from pillarbox.prometheus import PrometheusSignals
+from pillarbox.relay import Pacing, Relay
+from pillarbox.settings import Settings
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.transports.logging import LoggingTransport
-from tests.relays import running, soon
+from tests.relays import Line, running, soon
 from tests.servers import Database, wait_until
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -351,30 +353,62 @@ def test_r6_it_keeps_to_its_shards(sqlite: Town) -> None:
 
 async def test_h93_health_is_200_while_it_sees_to_its_leases_and_503_otherwise() -> None:
     relay = Relay(MemoryStore(), {})
-    async with _answering(relay, "127.0.0.1", 0) as address:
-        assert (await _get(address))[0] == 503
+    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address:
+        assert (await _get(f"{address}/readyz"))[0] == 503
         async with running(relay):
             await soon(lambda: relay.healthy)
-            code, body = await _get(address)
+            code, body = await _get(f"{address}/readyz")
         assert (code, json.loads(body)["relay"], json.loads(body)["healthy"]) == (200, relay.name, True)
-        assert (await _get(address.replace("/healthz", "/other")))[0] == 404
+        assert (await _get(f"{address}/other"))[0] == 404
 
 
-async def test_what_is_no_http_does_the_health_endpoint_no_harm() -> None:
+async def test_h93_a_relay_whose_database_is_away_is_alive_and_not_ready() -> None:
+    line = Line(MemoryStore())
+    relay = Relay(line, {}, pacing=Pacing(lease=0.2))
+    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address, running(relay):
+        await soon(lambda: relay.healthy)
+        line.fail(OSError("away"))
+        await soon(lambda: not relay.healthy)
+        assert [(await _get(f"{address}/{path}"))[0] for path in ("livez", "readyz")] == [200, 503]
+        line.mend()
+        line.cut()  # now it does not even answer: the relay hangs
+        await soon(lambda: not relay.alive)
+        assert (await _get(f"{address}/livez"))[0] == 503
+        line.mend()
+        await soon(lambda: relay.alive and relay.healthy)
+
+
+def test_observers_of_the_box_are_kept_and_others_added_once() -> None:
+    box, settings = Pillarbox("sqlite://"), Settings(tracing="otel")
+    for _ in range(2):
+        _observe(box, settings, metrics=True)
+        assert [type(each).__name__ for each in box.signals.observers] == ["OtelSignals", "PrometheusSignals"]
+    own = PrometheusSignals()
+    assert _observe(Pillarbox("sqlite://", signals=[own]), Settings(), metrics=True) == own.render
+
+
+async def test_without_the_extra_there_are_no_metrics_and_it_says_what_to_install() -> None:
+    async with _answering(Relay(MemoryStore(), {}), _no_metrics, "127.0.0.1", 0) as address:
+        code, body = await _get(f"{address}/metrics")
+        assert (code, body) == (501, b"metrics need a package: pip install 'pillarbox[prometheus]'\n")
+
+
+async def test_what_is_no_http_does_the_endpoint_no_harm() -> None:
     relay = Relay(MemoryStore(), {})
-    async with _answering(relay, "127.0.0.1", 0) as address:
+    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address:
         port = urlsplit(address).port
         for rubbish in (b"", b"\x00\xff\r\n\r\n", b"GET " + b"x" * 100_000 + b"\r\n\r\n"):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(rubbish)
             writer.close()
-        assert (await _get(address))[0] == 503
+        assert (await _get(f"{address}/readyz"))[0] == 503
 
 
-def test_the_health_endpoint_of_a_process(sqlite: Town) -> None:
-    relay = sqlite.start("shop:box", "--health", "0")
-    address = first_answer(relay)["health"]
-    wait_until(lambda: asyncio.run(_get(address))[0] == 200, "the relay to be healthy")
+def test_the_http_endpoint_of_a_process(sqlite: Town) -> None:
+    relay = sqlite.start("shop:box", "--http", "0")
+    address = first_answer(relay)["http"]
+    for path in ("livez", "readyz", "metrics"):
+        wait_until(lambda path=path: asyncio.run(_get(f"{address}/{path}"))[0] == 200, path)  # type: ignore[misc]
     relay.send_signal(signal.SIGINT)
     finish(relay)
     assert relay.returncode == 0
@@ -425,15 +459,15 @@ def test_shards_that_are_none(shards: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("address", ["x", "70000", "host:"])
-def test_an_address_for_health_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["relay", "--health", address]) == Exit.USAGE
-    assert "write 8081, or 0.0.0.0:8081" in capsys.readouterr().err
+def test_an_http_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", "--http", address]) == Exit.USAGE
+    assert "write 9464, or 0.0.0.0:9464" in capsys.readouterr().err
 
 
 def test_a_port_that_is_in_use(sqlite: Town) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"cannot listen on 127.0.0.1:{port}" in sqlite.complaint("shop:box", "--health", port, code=Exit.USAGE)
+        assert f"cannot listen on 127.0.0.1:{port}" in sqlite.complaint("shop:box", "--http", port, code=Exit.USAGE)
 
 
 def test_a_database_that_is_not_migrated(town: Town, postgres_database: Database) -> None:

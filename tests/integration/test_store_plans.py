@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from pillarbox.outbox import Batch, Failure
 from pillarbox.stores import sqlite
 from pillarbox.stores.columns import from_now
+from pillarbox.stores.inspection import backlog
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import outbox
@@ -63,6 +64,22 @@ async def test_h56_a_turn_costs_the_same_however_much_was_sent(engine: AsyncEngi
             found = await connection.exec_driver_sql(f"{_EXPLAIN[engine.dialect.name]} {statement}", parameters)
             plan = [str(row[-1]) for row in found]
             assert not _walks(engine.dialect.name, plan), "\n".join((statement, *plan))
+
+
+async def test_the_backlog_is_counted_without_reading_what_was_sent(engine: AsyncEngine) -> None:
+    await _fill(engine, QueueStore(engine))
+    async with engine.begin() as connection:
+        await connection.execute(text(_ANALYZE[engine.dialect.name]))
+    async with engine.connect() as connection:
+        with _recorded(engine) as statements:
+            (route,) = await connection.run_sync(backlog)
+        assert (route.pending, route.failed) == (2202, 1)
+        assert len(statements) == 2
+        for statement, parameters in statements:
+            found = await connection.exec_driver_sql(f"{_EXPLAIN[engine.dialect.name]} {statement}", parameters)
+            plan = [str(row[-1]) for row in found]
+            assert not any(walk in line for line in plan for walk in _WALKS[engine.dialect.name]), "\n".join(plan)
+            assert any("ix_pillarbox_outbox_lane" in line or "PRIMARY KEY" in line for line in plan), "\n".join(plan)
 
 
 def _walks(dialect: str, plan: list[str]) -> bool:

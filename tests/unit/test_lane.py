@@ -111,7 +111,7 @@ class TestRejected:
         world.broker.before = look
         world.write("b2 c1")
         await world.worker(first).run_once()
-        assert seen == [("a1 b1", "a1 b1"), ("b2 c1", "b2 c1")]
+        assert seen == [("a1 b1", "a1 b1"), ("b1 c1", "b1 c1")]  # b1 was not stored behind a1, and goes first
         assert world.status("a1") is Status.RETRYING
 
     @in_virtual_time

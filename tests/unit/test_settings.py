@@ -59,6 +59,8 @@ def test_without_anything_there_are_defaults() -> None:
         "service.name": None,
         "service.version": None,
         "log_level": "warning",
+        "log_format": "text",
+        "tracing": "off",
     }
     assert set(settings.origins().values()) == {"default"}
 
@@ -82,6 +84,8 @@ def test_a_variable_wins_over_the_file_and_the_file_over_the_default(
         "service.name": "pillarbox.yaml",
         "service.version": "PILLARBOX_SERVICE__VERSION",
         "log_level": "pillarbox.yaml",
+        "log_format": "default",
+        "tracing": "default",
     }
 
 

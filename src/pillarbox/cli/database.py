@@ -20,6 +20,7 @@ from ..embedded import EmbeddedPostgres
 from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
 from ..settings import Settings, masked
 from ..stores.schema import check_schema
+from ..telemetry import JsonFormatter
 from .output import CommandError, Exit, plain, redacted
 
 CONNECT_SECONDS = 10.0
@@ -32,7 +33,8 @@ def load_settings(config: Path | None) -> Settings:
     """The settings of this command; logging follows them."""
     settings = Settings.load(config)
     handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine("%(levelname)s %(name)s: %(message)s"))
+    text = _OneLine("%(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else text)
     # Only our own loggers are turned up: others would show statements and their values.
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("pillarbox").setLevel(settings.log_level.upper())

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -17,6 +17,7 @@ import click
 from sqlalchemy import select
 
 from ..app import Pillarbox
+from ..errors import MissingExtraError
 from ..relay import Relay
 from ..settings import Settings
 from ..stores.schema import check_schema
@@ -24,6 +25,9 @@ from ..stores.tables import meta
 from ..transports import connect
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, emit, options
+
+Render = Callable[[str], Awaitable[tuple[bytes, str] | None]]
+"""Metrics for whoever accepts these formats: a body and its content type."""
 
 
 def _parse_shards(_context: click.Context, _parameter: click.Parameter, given: str | None) -> frozenset[int] | None:
@@ -43,7 +47,7 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
         return None
     host, _, port = given.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) <= 65_535:
-        raise click.BadParameter(f"{given!r} is no address: write 8081, or 0.0.0.0:8081.")
+        raise click.BadParameter(f"{given!r} is no address: write 9464, or 0.0.0.0:9464.")
     return host or "127.0.0.1", int(port)
 
 
@@ -52,7 +56,10 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
 @click.option("--name", metavar="NAME", help="How it is called in the outbox; by default host, process and a number.")
 @click.option("--shards", metavar="LIST", callback=_parse_shards, help="Keep to these shards: 0-7, or 0,3,8-11.")
 @click.option(
-    "--health", metavar="[HOST:]PORT", callback=_parse_address, help="Answer GET /healthz there; loopback by default."
+    "--http",
+    metavar="[HOST:]PORT",
+    callback=_parse_address,
+    help="Answer GET /livez, /readyz and /metrics there; loopback by default.",
 )
 @click.option("--drain", is_flag=True, help="Send what can be sent now, and exit.")
 @options
@@ -63,7 +70,7 @@ def command(
     box: str | None,
     name: str | None,
     shards: frozenset[int] | None,
-    health: tuple[str, int] | None,
+    http: tuple[str, int] | None,
     drain: bool,
 ) -> None:
     """Run a relay.
@@ -76,6 +83,7 @@ def command(
     async def work() -> None:
         async with _opened(settings, box) as opened_box:
             await _check_shards(opened_box, shards)
+            metrics = _observe(opened_box, settings, metrics=http is not None)
             relay = opened_box.relay(name=name, shards=shards, **settings.relay.model_dump())
             if drain:
                 done = asdict(await relay.drain())
@@ -83,7 +91,7 @@ def command(
                     {"relay": relay.name, **done}, f"{done['sent']} sent, {done['rejected']} rejected", as_json=as_json
                 )
             else:
-                await _serve(relay, health, as_json=as_json)
+                await _serve(relay, http, metrics, as_json=as_json)
 
     run(work())
 
@@ -133,15 +141,44 @@ def _load(reference: str) -> Pillarbox:
     return found
 
 
-async def _serve(relay: Relay, health: tuple[str, int] | None, *, as_json: bool) -> None:
+def _observe(box: Pillarbox, settings: Settings, *, metrics: bool) -> Render:
+    """Let the signals of the box be seen; how metrics are shown comes back. A box may have its observers already."""
+    if settings.tracing == "otel":
+        from ..otel import OtelSignals  # noqa: PLC0415  an extra
+
+        if not any(isinstance(each, OtelSignals) for each in box.signals.observers):
+            box.signals.add(OtelSignals())
+    if not metrics:
+        return _no_metrics
+    try:
+        from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415  an extra
+
+        from ..prometheus import PrometheusSignals  # noqa: PLC0415  an extra
+    except (ImportError, MissingExtraError):
+        return _no_metrics
+    for each in box.signals.observers:
+        if isinstance(each, PrometheusSignals):
+            return each.render
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)  # memory, CPU and files of this process
+    shown = PrometheusSignals(registry)
+    box.signals.add(shown)
+    return shown.render
+
+
+async def _no_metrics(accept: str) -> tuple[bytes, str] | None:  # noqa: ARG001  there are none in any format
+    return None
+
+
+async def _serve(relay: Relay, http: tuple[str, int] | None, metrics: Render, *, as_json: bool) -> None:
     async with AsyncExitStack() as stack:
         address = None
-        if health is not None:
-            address = await stack.enter_async_context(_answering(relay, *health))
+        if http is not None:
+            address = await stack.enter_async_context(_answering(relay, metrics, *http))
         running = asyncio.ensure_future(relay.run())
         _stop_on_signals(relay, running)
-        ready = {"relay": relay.name, "health": address}
-        emit(ready, f"relay {relay.name} runs" + (f"; health at {address}" if address else ""), as_json=as_json)
+        ready = {"relay": relay.name, "http": address}
+        emit(ready, f"relay {relay.name} runs" + (f"; it answers at {address}" if address else ""), as_json=as_json)
         try:
             await running
         except asyncio.CancelledError:
@@ -168,19 +205,21 @@ def _stop_on_signals(relay: Relay, running: asyncio.Future[None]) -> None:
 
 
 @asynccontextmanager
-async def _answering(relay: Relay, host: str, port: int) -> AsyncIterator[str]:
-    """A health endpoint: 200 while the relay sees to its leases, 503 when it does not."""
+async def _answering(relay: Relay, metrics: Render, host: str, port: int) -> AsyncIterator[str]:
+    """Health and metrics over HTTP; the address comes back."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(5):
-                request = await reader.readline()
-                while await reader.readline() not in (b"\r\n", b"\n", b""):
-                    pass
-            known = request.split(b" ")[:2] == [b"GET", b"/healthz"]
-            line = "404 Not Found" if not known else "200 OK" if relay.healthy else "503 Service Unavailable"
-            body = json.dumps(relay.status()).encode() if known else b""
-            head = f"HTTP/1.1 {line}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                request = (await reader.readline()).split(b" ")
+                accept = ""
+                while (line := await reader.readline()) not in (b"\r\n", b"\n", b""):
+                    name, _, value = line.partition(b":")
+                    if name.lower() == b"accept":
+                        accept = value.strip().decode("latin-1")
+            path = request[1] if len(request) == 3 and request[0] == b"GET" else b""
+            status, kind, body = await _answer(relay, metrics, path.partition(b"?")[0].decode("latin-1"), accept)
+            head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
             writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
             await writer.drain()
         except (OSError, TimeoutError, ValueError):
@@ -194,4 +233,20 @@ async def _answering(relay: Relay, host: str, port: int) -> AsyncIterator[str]:
         raise CommandError(f"cannot listen on {host}:{port}: {error.strerror}", Exit.USAGE) from error
     async with server:
         bound = server.sockets[0].getsockname()
-        yield f"http://{bound[0]}:{bound[1]}/healthz"
+        yield f"http://{bound[0]}:{bound[1]}"
+
+
+async def _answer(relay: Relay, metrics: Render, path: str, accept: str) -> tuple[str, str, bytes]:
+    """Status, content type and body. 200 while the relay sees to its leases, 503 when it does not: ready if it does so
+    with success, alive if it tries.
+    """
+    if path in ("/livez", "/readyz"):
+        well = relay.alive if path == "/livez" else relay.healthy
+        body = json.dumps(relay.status()).encode()
+        return "200 OK" if well else "503 Service Unavailable", "application/json", body
+    if path == "/metrics":
+        shown = await metrics(accept)
+        if shown is not None:
+            return "200 OK", shown[1], shown[0]
+        return "501 Not Implemented", "text/plain", b"metrics need a package: pip install 'pillarbox[prometheus]'\n"
+    return "404 Not Found", "text/plain", b""

@@ -22,15 +22,18 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Select,
     and_,
     bindparam,
     case,
     column,
     func,
+    literal_column,
     or_,
     select,
     table,
     text,
+    union_all,
 )
 from sqlalchemy.types import TypeEngine
 
@@ -38,6 +41,7 @@ from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
 from .append import route_record
 from .columns import Utc, from_now
 from .tables import audit, lanes, outbox, relays, requests, routes, tenants
+from .turn import UNSENT
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
@@ -249,6 +253,72 @@ def statistics(connection: Connection) -> list[Group]:
         Group(route, Status(status), count, since, max(0.0, (now - since).total_seconds()))
         for route, status, count, since in connection.execute(grouped.order_by(events.c.route, events.c.status))
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a route has before it."""
+
+    route: str
+    pending: int
+    """PENDING, SENDING, RETRYING and PARKED."""
+    failed: int
+    oldest_pending_seconds: float
+    unowned_lanes: int
+    """Lanes that nobody holds, without those that are paused."""
+
+
+def backlog(connection: Connection) -> list[Backlog]:
+    """What each route has to send. Reads only the index of what is not sent, and one row per route."""
+    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
+    unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
+    owned = select(routes.c.id, routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id)
+    known = {
+        route: (name, count) for route, name, count in connection.execute(owned.group_by(routes.c.id, routes.c.name))
+    }
+    counted = union_all(*map(_counted, (Status.PENDING, *_AFTER_FAILURE)))
+    pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, int, str]]()
+    for route, shard, status, count, lowest in connection.execute(counted):
+        counts = failed if status == Status.FAILED else pending
+        counts[route] = counts.get(route, 0) + count
+        if counts is pending:
+            first[route] = min(first.get(route, (lowest, shard, status)), (lowest, shard, status))
+    since = _written_at(connection, first)
+    now = database_time(connection)
+    return [
+        Backlog(
+            name,
+            pending.get(route, 0),
+            failed.get(route, 0),
+            max(0.0, (now - since[route]).total_seconds()) if route in since else 0.0,
+            count,
+        )
+        for route, (name, count) in known.items()
+    ]
+
+
+def _counted(status: Status) -> Select[Any]:
+    """Per lane, so that every database finds them by its index, and none reads what was sent."""
+    found = outbox.c.status == literal_column(f"'{status}'")
+    same_lane = and_(outbox.c.route == lanes.c.route, outbox.c.shard == lanes.c.shard)
+    return (
+        select(lanes.c.route, lanes.c.shard, literal_column(f"'{status}'"), func.count(), func.min(outbox.c.id))
+        .select_from(lanes)
+        .join(outbox, and_(same_lane, found, UNSENT))
+        .group_by(lanes.c.route, lanes.c.shard)
+    )
+
+
+def _written_at(connection: Connection, rows: Mapping[int, tuple[int, int, str]]) -> dict[int, datetime]:
+    """When the row of each route was written. Only with its lane and status is it found without reading all of them."""
+    if not rows:
+        return {}
+    each = (
+        and_(outbox.c.route == route, outbox.c.shard == shard, outbox.c.status == status, outbox.c.id == lowest, UNSENT)
+        for route, (lowest, shard, status) in rows.items()
+    )
+    found = connection.execute(select(outbox.c.route, outbox.c.created_at).where(or_(*each)))
+    return {row.route: row.created_at for row in found}
 
 
 def unserved(connection: Connection) -> list[Unserved]:

@@ -86,7 +86,7 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
         raise DBAPIError.instance(
             text,
             given,
-            error,  # type: ignore[arg-type]  the test above is the proof
+            error,
             dialect.dbapi.Error,
             hide_parameters=connection.engine.hide_parameters,
             connection_invalidated=gone,

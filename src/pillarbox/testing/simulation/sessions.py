@@ -26,6 +26,7 @@ from ...stores import sqlite
 from ...stores.append import Appender
 from ...stores.migrations import migrate
 from ...stores.tables import outbox
+from ...telemetry import SILENT
 from ...tenancy import Tenancy
 from .checker import Entry
 from .writers import Transaction, Writers
@@ -59,6 +60,7 @@ class _Outbox:
     """What a session sees of its box."""
 
     tenancy = Tenancy()
+    signals = SILENT
 
     def __init__(self, router: Router) -> None:
         self._router = router

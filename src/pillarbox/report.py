@@ -1,0 +1,234 @@
+"""What a lane tells about its work: counts, log lines, metrics and spans.
+
+Before this: a lane has sent something, or was refused. After it: people and machines can see that. Metrics and spans
+cost nothing while nobody listens.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from . import clock, telemetry
+from .outbox import Delivery, Lane, Row
+from .telemetry import Activity, Signals, trace_id
+from .transport import Message, Outcome
+
+logger = logging.getLogger("pillarbox")
+
+Tell = Callable[[Outcome], None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of deliveries."""
+
+    sent: int = 0
+    rejected: int = 0
+    dead: int = 0
+
+    @property
+    def total(self) -> int:
+        """Whether this has changed tells whether anything was done."""
+        return self.sent + self.rejected
+
+    def since(self, before: Counts) -> Counts:
+        """What was added."""
+        return Counts(self.sent - before.sent, self.rejected - before.rejected, self.dead - before.dead)
+
+
+class Report:
+    """The voice of one lane."""
+
+    def __init__(self, lane: Lane, counts: Counts, signals: Signals) -> None:
+        self._counts = counts
+        self._signals = signals
+        self._lane = str(lane)
+        self._topic = lane.route.topic
+        self._route = (lane.route.name,)
+        self._way = (lane.route.name, lane.route.destination)
+        if signals:  # a counter that is not there before it first rises is seen to rise by nobody
+            for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD):
+                signals.count(metric, self._way, 0)
+            signals.count(telemetry.LEASE_LOST, self._route, 0)
+
+    def sending(self, producer: str, messages: Sequence[Message]) -> AbstractContextManager[Tell]:
+        """Surrounds a request, which is to tell its outcome."""
+        return self._traced(producer, messages) if self._signals.traces else _NOBODY_LISTENS
+
+    @contextmanager
+    def _traced(self, producer: str, messages: Sequence[Message]) -> Iterator[Tell]:
+        attributes: dict[str, str | int] = {
+            "messaging.system": "pillarbox",
+            "messaging.operation.name": "send",
+            "messaging.operation.type": "send",
+            "messaging.destination.name": self._topic,
+            "messaging.batch.message_count": len(messages),
+            "messaging.client.id": producer,
+            "pillarbox.lane": self._lane,
+        }
+        activity = Activity(telemetry.SEND, self._topic, attributes, [message.headers for message in messages])
+
+        def tell(outcome: Outcome) -> None:
+            if outcome.unfinished is not None:
+                activity.error = outcome.unfinished.value
+            activity.failures.update((rejection.index, "rejected") for rejection in outcome.rejected)
+            answered = {*outcome.accepted, *activity.failures}
+            for index in range(len(messages)):
+                if index not in answered:
+                    activity.failures[index] = activity.error or "not_tried"
+
+        with self._signals.during(activity):
+            yield tell
+
+    def sent(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
+        """The destination has stored these."""
+        self._counts.sent += len(accepted)
+        if not self._signals:
+            return
+        stored = messages if len(accepted) == len(messages) else [messages[index] for index in accepted]
+        for tenant, group in self._by_tenant(stored).items():
+            self._signals.count(telemetry.SENT, self._way, len(group), tenant)
+            self._signals.observe(telemetry.LATENCY, _ages(group), self._way, tenant)
+
+    def _by_tenant(self, messages: Sequence[Message]) -> Mapping[str | None, Sequence[Message]]:
+        if not self._signals.by_tenant:
+            return {None: messages}
+        groups: dict[str | None, list[Message]] = {}
+        for message in messages:
+            groups.setdefault(message.headers.get("tenant_id"), []).append(message)
+        return groups
+
+    def found_stored(self, count: int) -> None:
+        """The destination has had these all along."""
+        self._counts.sent += count
+        if self._signals:
+            self._signals.count(telemetry.SENT, self._way, count)
+
+    def delivered(self, seconds: float) -> None:
+        """All of a batch is stored."""
+        if self._signals:
+            self._signals.observe(telemetry.BATCH, {seconds: 1}, self._way)
+
+    def rejected(self, row: Row, number: int, attempts: int, reason: str) -> None:
+        """It is tried again."""
+        self._counts.rejected += 1
+        self._rejection()
+        logger.warning(
+            "%s: event %s was rejected (%d): %s",
+            *(self._lane, row.event_id, attempts, reason),
+            extra=self._about(telemetry.LOG_REJECTED, row, number, attempts, reason),
+        )
+
+    def refused_like_all(self) -> None:
+        """It was rejected as everything is: that is nobody's attempt."""
+        self._rejection()
+
+    def _rejection(self) -> None:
+        if self._signals:
+            self._signals.count(telemetry.REJECTED, self._way)
+            self._signals.count(telemetry.RETRIED, self._way)
+
+    def dead(self, row: Row, number: int, attempts: int, reason: str, *, rejected: bool) -> None:
+        """Nothing is tried any more."""
+        self._counts.rejected += rejected
+        self._counts.dead += 1
+        if self._signals:
+            self._signals.count(telemetry.REJECTED, self._way, int(rejected))
+            self._signals.count(telemetry.DEAD, self._way)
+        logger.error(
+            "%s: event %s is dead after %d attempts: %s",
+            *(self._lane, row.event_id, attempts, reason),
+            extra=self._about(telemetry.LOG_DEAD, row, number, attempts, reason),
+        )
+
+    def away(self, verdict: str, reason: str, *, first: bool) -> str:
+        """The destination is not to be had; what to say of that comes back."""
+        said = f"{self._way[1]} is {verdict}: {reason}"
+        if self._signals:
+            self._signals.count(telemetry.UNFINISHED, (*self._way, verdict))
+        if first:
+            logger.warning(
+                "%s: %s", self._lane, said, extra=self._of_lane(telemetry.LOG_AWAY, verdict=verdict, reason=reason)
+            )
+        return said
+
+    def nonsense(self, what: str) -> None:
+        """The transport contradicts itself."""
+        logger.error(
+            "%s: the transport's answer is worth nothing: %s",
+            *(self._lane, what),
+            extra=self._of_lane(telemetry.LOG_NONSENSE, reason=what),
+        )
+
+    def lease_lost(self) -> None:
+        """The lane is not ours any more."""
+        if self._signals:
+            self._signals.count(telemetry.LEASE_LOST, self._route)
+
+    def _of_lane(self, event: telemetry.LogEvent, **given: object) -> dict[str, object]:
+        return telemetry.fields(event, lane=self._lane, destination=self._way[1], **given)
+
+    def _about(self, event: telemetry.LogEvent, row: Row, number: int, attempts: int, reason: str) -> dict[str, object]:
+        headers = row.headers
+        return self._of_lane(
+            event,
+            event_id=str(row.event_id),
+            event_type=headers.get("event_type"),
+            aggregate_type=headers.get("aggregate_type"),
+            aggregate_id=headers.get("aggregate_id"),
+            tenant=row.tenant,
+            message_id=f"{self._lane}#{number}" if number else None,
+            trace_id=trace_id(headers.get("traceparent")),
+            attempts=attempts,
+            reason=reason,
+        )
+
+
+def count_new(signals: Signals, deliveries: Sequence[Delivery], routes: Mapping[int, str]) -> None:
+    """A transaction with these has committed."""
+    new = Counter((each.route, each.tenant if signals.by_tenant else None) for each in deliveries)
+    for (route, tenant), amount in new.items():
+        signals.count(telemetry.NEW, (routes.get(route, ""),), amount, tenant)
+
+
+def _ages(messages: Sequence[Message]) -> dict[float, int]:
+    """How many seconds ago the events were made: for each bucket the mean of some, and how many there are.
+
+    A UUIDv7 begins with its milliseconds, so ids are in the order of time, and mostly sorted already. Ids that people
+    choose may be anything, and are left out; one among others is the first or the last of them.
+    """
+    ids = sorted([message.headers["event_id"] for message in messages])
+    if not _is_v7(ids[0]) or not _is_v7(ids[-1]):
+        ids = list(filter(_is_v7, ids))
+    now = int(clock.current().now().timestamp() * 1000)
+    ages: dict[float, int] = {}
+    start = 0
+    while start < len(ids):
+        bucket = bisect_left(_BOUNDS, now - _made(ids[start]))
+        end = len(ids)
+        if bucket > 0:  # what is not older than its lower bound is in another one
+            edge = f"{now - _BOUNDS[bucket - 1]:012x}"
+            end = bisect_left(ids, f"{edge[:8]}-{edge[8:]}", start)
+        some = ids[start : end : (end - start) // 16 + 1]
+        mean = now - sum(map(_made, some)) / len(some)
+        ages[max(0.0, mean / 1000)] = end - start
+        start = end
+    return ages
+
+
+def _is_v7(event_id: str) -> bool:
+    return event_id[14:15] == "7"
+
+
+def _made(event_id: str) -> int:
+    """The milliseconds of a UUIDv7."""
+    return int(event_id[:8] + event_id[9:13], 16)
+
+
+_BOUNDS = tuple(round(bound * 1000) for bound in telemetry.LATENCY.buckets)
+_NOBODY_LISTENS: AbstractContextManager[Tell] = nullcontext(lambda _outcome: None)

@@ -1,0 +1,505 @@
+"""Signals: every metric, span and log event that Pillarbox gives, in one list, and the port for them.
+
+Before this: sessions, lanes, relays and handlers do something. After it: observers make metrics and traces of it.
+`Signals` is what code tells; without an observer it is false, and nothing is told. What is told holds names of routes,
+destinations and topics, ids and numbers: no payload, no key, no address and no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .context import TRACEPARENT, EventContext
+from .redaction import redacted
+
+logger = logging.getLogger("pillarbox")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """A metric. Counters end in ``_total``; a histogram has upper bounds."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    by_tenant: bool = False
+    """Has a label ``tenant``, too, for observers that want it."""
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """A span of a trace. Its name is followed by what it is about: a topic, or a handler."""
+
+    name: str
+    kind: Literal["producer", "client", "consumer"]
+    help: str
+    attributes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogEvent:
+    """A line of the log, with the fields that it has beside its text."""
+
+    name: str
+    level: Literal["warning", "error"]
+    help: str
+    fields: tuple[str, ...]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+_QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+_WAY = ("route", "destination")
+
+NEW = Metric(
+    "outbox_new_total",
+    "counter",
+    "deliveries",
+    "Deliveries that transactions of this process have committed.",
+    ("route",),
+    by_tenant=True,
+)
+COMMIT = Metric(
+    "outbox_commit_duration_seconds",
+    "histogram",
+    "seconds",
+    "From the beginning of the commit of a transaction with events, its last flush included, to the database's answer.",
+    buckets=_QUICK,
+)
+COMMIT_UNKNOWN = Metric(
+    "outbox_commit_unknown_total",
+    "counter",
+    "transactions",
+    "Transactions with events whose COMMIT was not answered (CommitOutcomeUnknown).",
+)
+SENT = Metric(
+    "outbox_publish_success_total",
+    "counter",
+    "deliveries",
+    "Deliveries that the destination has stored, by its own word.",
+    _WAY,
+    by_tenant=True,
+)
+REJECTED = Metric(
+    "outbox_publish_error_total",
+    "counter",
+    "deliveries",
+    "Rejections of deliveries, by the destination or before they left.",
+    _WAY,
+)
+RETRIED = Metric(
+    "event_publish_retry_total", "counter", "deliveries", "Of these rejections, those that are tried again.", _WAY
+)
+DEAD = Metric(
+    "outbox_err_total",
+    "counter",
+    "deliveries",
+    "Deliveries that have died: nothing is tried any more, until a person asks for it.",
+    _WAY,
+)
+UNFINISHED = Metric(
+    "outbox_publish_unfinished_total",
+    "counter",
+    "requests",
+    "Requests that the destination could not take (unavailable) or did not answer (unknown). They count no attempt.",
+    (*_WAY, "verdict"),
+)
+LATENCY = Metric(
+    "outbox_publish_latency_seconds",
+    "histogram",
+    "seconds",
+    "From the making of an event, by its id, to the moment when the destination had stored it.",
+    _WAY,
+    by_tenant=True,
+    buckets=_SLOW,
+)
+BATCH = Metric(
+    "projector_batch_duration_seconds",
+    "histogram",
+    "seconds",
+    "From the announcement of a batch to the moment when all that is left of it was stored.",
+    _WAY,
+    buckets=_SLOW,
+)
+LEASE_LOST = Metric(
+    "outbox_lease_lost_total", "counter", "leases", "Lanes that were lost to another relay or not renewed.", ("route",)
+)
+LANES_HELD = Metric("outbox_lanes_held", "gauge", "lanes", "Lanes that the relays of this process hold.", ("route",))
+LANES_STOPPED = Metric(
+    "outbox_lanes_stopped",
+    "gauge",
+    "lanes",
+    "Of these, the ones that cannot send now: the destination is away or rejects everything, or the lane has halted.",
+    _WAY,
+)
+CYCLE_AGE = Metric(
+    "relay_last_cycle_age_seconds",
+    "gauge",
+    "seconds",
+    "Since a relay of this process has last seen to its leases with success.",
+)
+PENDING = Metric(
+    "outbox_pending_count",
+    "gauge",
+    "deliveries",
+    "Deliveries in the database that are to be sent: PENDING, SENDING, RETRYING and PARKED.",
+    ("route",),
+)
+OLDEST = Metric(
+    "outbox_oldest_pending_age_seconds",
+    "gauge",
+    "seconds",
+    "Age of the first of them, by the database's clock; 0 if there are none.",
+    ("route",),
+)
+FAILED = Metric(
+    "outbox_max_delivery_attempts",
+    "gauge",
+    "deliveries",
+    "Deliveries in the database that have had all their attempts: FAILED.",
+    ("route",),
+)
+LANES_UNOWNED = Metric(
+    "outbox_lanes_unowned", "gauge", "lanes", "Lanes that no relay anywhere holds, paused ones not counted.", ("route",)
+)
+
+METRICS = (
+    *(NEW, COMMIT, COMMIT_UNKNOWN),
+    *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH),
+    *(LEASE_LOST, LANES_HELD, LANES_STOPPED, CYCLE_AGE),
+    *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
+)
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+_MESSAGING = ("messaging.system", "messaging.operation.name", "messaging.operation.type")
+
+APPEND = Span(
+    "append",
+    "producer",
+    "A flush writes events to the outbox. A child of the running span, or of the trace that the first event was raised "
+    "in; what is stored with the events, and what consumers see, is this span. Each event is a span event `raise`.",
+    (
+        *_MESSAGING,
+        *("messaging.batch.message_count", "db.system.name", "db.operation.name", "db.collection.name", "error.type"),
+    ),
+)
+SEND = Span(
+    "send",
+    "client",
+    "One request to the destination, with a link to the `append` of each message. It begins a trace of its own.",
+    (
+        *_MESSAGING,
+        "messaging.destination.name",
+        *("messaging.batch.message_count", "messaging.client.id", "pillarbox.lane", "error.type"),
+    ),
+)
+SEND_ONE = Span(
+    "send",
+    "producer",
+    "One message of a request: a child of its `append`, linked to the request.",
+    (*_MESSAGING, "messaging.destination.name", "messaging.message.id", "pillarbox.event_type", "error.type"),
+)
+PROCESS = Span(
+    "process",
+    "consumer",
+    "A handler of this process runs: a child of the event's `append`. What the handler does belongs to it.",
+    (*_MESSAGING, "messaging.destination.name", "messaging.message.id", "pillarbox.event_type", "error.type"),
+)
+
+SPANS = (APPEND, SEND, SEND_ONE, PROCESS)
+
+# -- log events --------------------------------------------------------------------------------------------------------
+
+_LANE = ("lane", "destination")
+_ONE = ("event_id", "event_type", "aggregate_type", "aggregate_id", "tenant", *_LANE, "message_id", "trace_id")
+
+LOG_REJECTED = LogEvent(
+    "delivery.rejected", "warning", "A delivery was rejected, and is tried again.", (*_ONE, "attempts", "reason")
+)
+LOG_DEAD = LogEvent("delivery.dead", "error", "A delivery has died.", (*_ONE, "attempts", "reason"))
+LOG_AWAY = LogEvent(
+    "destination.away",
+    "warning",
+    "A destination is unavailable or does not answer. Once per outage and lane.",
+    (*_LANE, "verdict", "reason"),
+)
+LOG_NONSENSE = LogEvent(
+    "destination.nonsense", "error", "The answer of a transport contradicts itself.", (*_LANE, "reason")
+)
+LOG_REFUSES = LogEvent(
+    "destination.refuses",
+    "error",
+    "A topic rejects everything: its lanes stop, and no attempt is counted.",
+    ("destination", "topic", "reason"),
+)
+LOG_TAKES = LogEvent("destination.takes", "warning", "Such a topic takes messages again.", ("destination", "topic"))
+LOG_TAKEN_OVER = LogEvent("lane.taken_over", "warning", "Another relay owns the lane.", (*_LANE, "relay"))
+LOG_LEASE_LOST = LogEvent(
+    "lane.lease_lost", "warning", "A lane has noticed that it is not ours any more.", (*_LANE, "relay", "reason")
+)
+LOG_HALTED = LogEvent("lane.halted", "error", "A lane stands still until a person helps.", (*_LANE, "relay", "reason"))
+LOG_STUMBLED = LogEvent(
+    "lane.stumbled", "warning", "The outbox or the transport failed; it is tried again.", (*_LANE, "relay", "reason")
+)
+LOG_UNREACHABLE = LogEvent(
+    "outbox.unreachable", "warning", "The relay cannot see to its leases. Once per outage.", ("relay", "reason")
+)
+LOG_REACHABLE = LogEvent("outbox.reachable", "warning", "It can again.", ("relay",))
+LOG_SLOW = LogEvent("unit_of_work.slow", "warning", "A unit of work stays open for long.", ("tenant",))
+
+LOG_EVENTS = (
+    *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
+    *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE, LOG_SLOW),
+)
+_FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))
+
+
+def fields(event: LogEvent, **given: object) -> dict[str, object]:
+    """The ``extra=`` of a log call: the event's name, and those of its fields that are known."""
+    return {"event": event.name} | {name: given[name] for name in event.fields if given.get(name) is not None}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, and the fields of the event. Control characters are
+    escaped, and fields that are not in the list are left out.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in ("event", *_FIELDS) if hasattr(record, name)}
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            line["error"] = redacted(f"{type(error).__name__}: {error}")
+            line["traceback"] = "".join(traceback.format_tb(error.__traceback__))
+        return json.dumps(line, default=str)
+
+
+# -- the port ----------------------------------------------------------------------------------------------------------
+
+Labels = tuple[str, ...]
+"""Values, in the order of the metric's labels."""
+
+
+class Sample(NamedTuple):
+    """What a gauge shows."""
+
+    metric: Metric
+    labels: Labels
+    value: float
+
+
+@dataclass(slots=True)
+class Activity:
+    """Something that takes time, from its beginning to its end. Observers read it at both."""
+
+    span: Span
+    about: str
+    attributes: dict[str, str | int]
+    messages: Sequence[Mapping[str, str]]
+    """The headers of the events that it is about: who they are, and in which traces they are."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Why some of the messages failed, in one word, by their index."""
+    error: str | None = None
+    """Why all of it failed, in one word."""
+    traceparent: str | None = None
+    """What is to be stored with the events: set by an observer that traces."""
+    tracestate: str | None = None
+
+
+class Source(Protocol):
+    """What gauges show, asked for when somebody looks."""
+
+    def samples(self) -> Iterable[Sample]:
+        """What is known without asking anybody."""
+        ...
+
+    def asked(self) -> Awaitable[Iterable[Sample]]:
+        """What the database says, not older than some seconds. Nothing if it does not answer."""
+        ...
+
+
+class Observer:
+    """The port: somebody who is told. Overrides what it wants to hear; may be called from any thread, and returns at
+    once.
+    """
+
+    by_tenant = False
+    """Whether amounts are to come apart by tenant."""
+
+    def count(self, metric: Metric, labels: Labels, amount: int, tenant: str | None = None) -> None:
+        """A counter has risen. An amount of 0 says that it is there."""
+
+    def observe(self, metric: Metric, labels: Labels, values: Mapping[float, int], tenant: str | None = None) -> None:
+        """A histogram gets these values, each so many times."""
+
+    def during(self, activity: Activity) -> AbstractContextManager[object]:  # noqa: ARG002  for those who override it
+        """Is entered when the activity begins, and left when it ends."""
+        return nullcontext()
+
+    def watch(self, source: Source) -> None:
+        """Here are gauges. Whoever gives them keeps them alive."""
+
+
+class Signals:
+    """What code tells its observers. False without any: then telling costs nothing. An observer that fails is reported
+    once, and does no harm.
+    """
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = tuple(observers)
+        self._sources: list[Source] = []
+        self._failed: set[int] = set()
+        self.by_tenant = any(observer.by_tenant for observer in self._observers)
+        self.traces = any(map(_traces, self._observers))
+        """Whether somebody wants to hear of activities."""
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told."""
+        return self._observers
+
+    def add(self, observer: Observer) -> None:
+        """Tell one more."""
+        self._observers += (observer,)
+        self.by_tenant = self.by_tenant or observer.by_tenant
+        self.traces = self.traces or _traces(observer)
+        for source in self._sources:
+            observer.watch(source)
+
+    def watch(self, source: Source) -> None:
+        """Keep gauges, and show them to everybody who is told."""
+        self._sources.append(source)
+        for observer in self._observers:
+            observer.watch(source)
+
+    def count(self, metric: Metric, labels: Labels = (), amount: int = 1, tenant: str | None = None) -> None:
+        """See `Observer.count`."""
+        for observer in self._observers:
+            try:
+                observer.count(metric, labels, amount, tenant)
+            except Exception as error:
+                self._report(observer, error)
+
+    def observe(
+        self, metric: Metric, values: Mapping[float, int], labels: Labels = (), tenant: str | None = None
+    ) -> None:
+        """See `Observer.observe`."""
+        for observer in self._observers:
+            try:
+                observer.observe(metric, labels, values, tenant)
+            except Exception as error:
+                self._report(observer, error)
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """See `Observer.during`."""
+        entered = []
+        for observer in self._observers:
+            try:
+                manager = observer.during(activity)
+                manager.__enter__()
+            except Exception as error:
+                self._report(observer, error)
+            else:
+                entered.append((observer, manager))
+        try:
+            yield
+        finally:
+            raised = sys.exc_info()
+            for observer, manager in reversed(entered):
+                try:
+                    manager.__exit__(*raised)
+                except Exception as error:
+                    if error is not raised[1]:
+                        self._report(observer, error)
+
+    def _report(self, observer: Observer, error: Exception) -> None:
+        if id(observer) not in self._failed:
+            self._failed.add(id(observer))
+            logger.error("%s fails, and what it misses is lost", type(observer).__name__, exc_info=error)
+
+
+def _traces(observer: Observer) -> bool:
+    return type(observer).during is not Observer.during
+
+
+SILENT = Signals()
+"""Nobody is told."""
+
+
+def handed_on(context: EventContext, activity: Activity) -> EventContext:
+    """The circumstances to store: in the trace of the activity, unless the event was raised in another one."""
+    if activity.traceparent is None or trace_id(context.traceparent) not in (None, trace_id(activity.traceparent)):
+        return context
+    return replace(context, traceparent=activity.traceparent, tracestate=activity.tracestate)
+
+
+def trace_id(traceparent: str | None) -> str | None:
+    """The trace that a W3C trace context names; None if it is none."""
+    found = TRACEPARENT.fullmatch(traceparent or "")
+    return found[1] if found else None
+
+
+def page() -> str:
+    """The tables of the reference page."""
+    metrics = "\n".join(
+        f"| `{each.name}` | {each.kind} | {each.unit} | {_names(each.labels, tenant=each.by_tenant)} | {each.help} |"
+        for each in METRICS
+    )
+    bounds = "\n".join(
+        f"| `{each.name}` | {', '.join(f'{bound:g}' for bound in each.buckets)} |" for each in METRICS if each.buckets
+    )
+    spans = "\n".join(
+        f"| `{each.name}` | {each.kind.upper()} | {each.help} | {_names(each.attributes)} |" for each in SPANS
+    )
+    logs = "\n".join(f"| `{each.name}` | {each.level} | {each.help} | {_names(each.fields)} |" for each in LOG_EVENTS)
+    return f"""\
+## Metrics
+
+| name | kind | unit | labels | meaning |
+|---|---|---|---|---|
+{metrics}
+
+The upper bounds of the histograms, in seconds:
+
+| name | bounds |
+|---|---|
+{bounds}
+
+## Spans
+
+| name | kind | what it is | attributes |
+|---|---|---|---|
+{spans}
+
+## Log events
+
+| event | level | when | fields |
+|---|---|---|---|
+{logs}
+"""
+
+
+def _names(names: Sequence[str], *, tenant: bool = False) -> str:
+    return ", ".join(f"`{name}`" for name in names) + (" (`tenant`)" if tenant else "")
