@@ -11,7 +11,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo bench prove-fuzz prove-kills prove-recovery simulate clean
+.PHONY: help setup servers test lint format check lock wheel demo example bench signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,8 +61,14 @@ wheel: setup ## build the sdist and the wheel into dist/
 demo: setup ## half a minute of load and faults on an embedded PostgreSQL, then the ledger
 	$(BIN)/pillarbox demo
 
+example: setup ## the order service of examples/orders on http://127.0.0.1:8000, on an embedded PostgreSQL
+	$(BIN)/python -m examples.orders
+
 bench: setup servers ## measure
 	$(BIN)/python bench/run.py
+
+signals: setup ## write docs/reference/signals.md anew, from the list in telemetry.py
+	$(BIN)/python scripts/signals
 
 prove-fuzz: setup ## the long random proof
 	$(BIN)/python -m tests.prove.fuzz --runs 5000
@@ -72,6 +78,9 @@ prove-kills: setup servers ## 20,000 events through relays that are killed 40 ti
 
 prove-recovery: setup servers ## how long lanes stand still after a kill and a stop, and what an outage costs
 	$(BIN)/python -m tests.prove.recovery
+
+prove-http: setup servers ## 200 requests that fail in every way, while their service is killed twice
+	$(BIN)/python -m tests.prove.http
 
 simulate: setup ## run the relay through simulated faults (SEEDS=50000, START=0)
 	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)

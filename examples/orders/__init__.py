@@ -1,0 +1,1 @@
+"""Orders over HTTP, with an outbox. See README.md."""

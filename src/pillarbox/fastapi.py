@@ -1,0 +1,361 @@
+"""Pillarbox in a FastAPI application: its life, a unit of work per request, who asks, and whether all is well.
+
+    app = FastAPI(lifespan=lifespan(box, relay=True), exception_handlers=error_handlers)
+    app.add_middleware(TraceMiddleware)
+    app.include_router(health(box))
+    Work = Annotated[UnitOfWork, unit_of_work(box)]
+
+    @app.post("/orders", status_code=201)
+    async def place(new: NewOrder, uow: Work) -> Placed: ...
+
+Before this: a request. After it: its transaction has committed, with the events that it raised, and only then does the
+client hear of it. The middlewares are plain ASGI, and serve other frameworks as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import select
+
+from .app import Pillarbox
+from .context import TRACEPARENT, event_context
+from .errors import CommitOutcomeUnknown, ConcurrencyError, HeaderError, MissingExtraError, NotFoundError
+from .relay import Relay
+from .route import MAX_TENANT_BYTES, check_key
+from .unit_of_work import UnitOfWork
+
+try:
+    import anyio
+    from fastapi import APIRouter, Depends, HTTPException, Request
+    from fastapi.responses import JSONResponse
+except ImportError:
+    raise MissingExtraError("the FastAPI integration", extra="fastapi") from None
+
+__all__ = ["TenantMiddleware", "TraceMiddleware", "error_handlers", "health", "lifespan", "unit_of_work"]
+
+logger = logging.getLogger("pillarbox")
+
+PROBE_SECONDS = 2.0
+"""How long the database may take to answer a readiness probe."""
+MAX_CORRELATION = 128
+MAX_TRACESTATE = 512
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+ASGIApp = Callable[[Any, Receive, Send], Awaitable[None]]
+Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
+
+# -- its life ----------------------------------------------------------------------------------------------------------
+
+
+class _RelayInside:
+    """A relay that runs beside the requests. If it ends before it is told to, that is said, and `health` turns red."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self._told = False
+        self._task = asyncio.create_task(relay.run(), name=f"relay {relay.name}")
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def alive(self) -> bool:
+        return not self._task.done()
+
+    async def begun(self) -> None:
+        """A relay that cannot run at all keeps the application from starting."""
+        await asyncio.sleep(0)
+        if self._task.done():
+            self._told = True
+            self._task.result()
+
+    async def stop(self) -> None:
+        self._told = True
+        self.relay.stop()
+        await asyncio.wait([self._task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if not self._told:
+            logger.critical(
+                "relay %s has died inside the application; nothing is sent from here until it is restarted",
+                self.relay.name,
+                exc_info=error,
+            )
+
+
+_inside: WeakKeyDictionary[Pillarbox, _RelayInside] = WeakKeyDictionary()
+
+
+def lifespan(
+    box: Pillarbox, *, relay: bool | Callable[[], Relay] = False, also: Lifespan | None = None
+) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
+    """The lifespan of an application with a box: ``FastAPI(lifespan=lifespan(box, relay=True, also=yours))``.
+
+    ``relay`` runs one inside the application: True, or what makes it, as in ``lambda: box.relay(lease=10)``. ``also``
+    is a lifespan of your own. The box starts first, then yours, then the relay; they end the other way round, so that
+    handlers find what your lifespan has opened. What yours yields is passed on.
+    """
+    make = box.relay if relay is True else relay or None
+
+    @asynccontextmanager
+    async def live(app: Any) -> AsyncIterator[Any]:
+        async with box, (also or _nothing)(app) as state, _running(box, make):
+            yield state
+
+    return live
+
+
+@asynccontextmanager
+async def _nothing(_app: Any) -> AsyncIterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _running(box: Pillarbox, make: Callable[[], Relay] | None) -> AsyncIterator[None]:
+    if make is None:
+        yield
+        return
+    inside = _RelayInside(make())
+    await inside.begun()
+    _inside[box] = inside
+    try:
+        yield
+    finally:
+        del _inside[box]
+        await inside.stop()
+
+
+# -- a unit of work per request ----------------------------------------------------------------------------------------
+
+
+def unit_of_work(box: Pillarbox, *, timeout: float | None = None) -> Any:
+    """A dependency: ``uow: Annotated[UnitOfWork, unit_of_work(box)]``. All that a request does is one transaction.
+
+    It commits when the endpoint has returned and before the first byte of the response is sent; background tasks run
+    after that. An error, an `HTTPException` too, rolls back; so does a client that has hung up by then. A COMMIT that
+    fails is a 500, and one whose answer was lost a 503: never a success. ``timeout`` is that of `UnitOfWork`.
+
+    A ``def`` endpoint may `add` and `publish`; what waits for the database it has to ask for by
+    ``anyio.from_thread.run``.
+    """
+
+    async def transaction(request: Request) -> AsyncIterator[UnitOfWork]:
+        try:
+            async with box.unit_of_work(timeout=timeout) as uow:
+                yield uow
+                if await _has_gone(request):
+                    raise HTTPException(499, "the client has gone: rolled back")
+        except CommitOutcomeUnknown as unknown:
+            raise HTTPException(503, _UNKNOWN) from unknown
+
+    return Depends(transaction, scope="function")  # the default, "request", would commit after the response
+
+
+async def _has_gone(request: Request) -> bool:
+    """Whether the client has hung up, by what has come in so far. Waits for nothing."""
+    while True:
+        message = None
+        with anyio.CancelScope() as now:
+            now.cancel()
+            message = await request.receive()
+        if message is None:
+            return False
+        if message["type"] == "http.disconnect":
+            return True
+
+
+_UNKNOWN = "it is not known whether this was done, because the database did not answer: look before you try again"
+
+
+def _answer(status: int, detail: str) -> Callable[[Request, Exception], JSONResponse]:
+    def handle(_request: Request, _error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": detail}, status)
+
+    return handle
+
+
+error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
+    ConcurrencyError: _answer(409, "somebody else changed it first: load it again and redo"),
+    NotFoundError: _answer(404, "there is no such thing"),
+    CommitOutcomeUnknown: _answer(503, _UNKNOWN),
+}
+"""For ``FastAPI(exception_handlers=error_handlers)``: errors of Pillarbox that are the client's business."""
+
+
+# -- whether all is well -----------------------------------------------------------------------------------------------
+
+
+def health(box: Pillarbox) -> APIRouter:
+    """``/livez`` and ``/readyz``, for ``app.include_router(health(box))``: 200 or 503, and nothing that is secret.
+
+    Live: the process answers, and the relay inside it, if there is one, has not died; else only a restart helps.
+    Ready: the database answers, and the relay has lately seen to its leases.
+    """
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/livez")
+    async def livez() -> JSONResponse:
+        inside = _inside.get(box)
+        return _checked(relay=None if inside is None else inside.alive)
+
+    @router.get("/readyz")
+    async def readyz() -> JSONResponse:
+        inside = _inside.get(box)
+        return _checked(
+            database=await _answers(box), relay=None if inside is None else inside.alive and inside.relay.healthy
+        )
+
+    return router
+
+
+def _checked(**checks: bool | None) -> JSONResponse:
+    known = {name: holds for name, holds in checks.items() if holds is not None}
+    well = all(known.values())
+    return JSONResponse({"ok": well, **known}, 200 if well else 503, {"cache-control": "no-store"})
+
+
+async def _answers(box: Pillarbox) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_SECONDS), box.engine.connect() as connection:
+            await connection.execute(select(1))
+    except Exception as error:  # whatever it is, the database did not answer
+        logger.debug("readiness: the database does not answer: %s", type(error).__name__)
+        return False
+    return True
+
+
+# -- who asks ----------------------------------------------------------------------------------------------------------
+
+
+class TenantMiddleware:
+    """Sets the tenant of a request, for its sessions and events.
+
+    ``tenant`` is the name of a header, which a gateway in front of you must set or remove, or a function that finds the
+    tenant in the ASGI scope, as an authentication has left it there. A tenant that cannot be one is refused with 400,
+    and so is a missing one if the box says ``tenancy="required"``. Without a tenant nothing is shown, never everything;
+    so ``exempt``, paths that need none, opens nothing.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        box: Pillarbox,
+        tenant: str | Callable[[Scope], str | None] = "x-tenant-id",
+        exempt: Collection[str] = ("/livez", "/readyz", "/metrics"),
+    ) -> None:
+        self.app = app
+        self._required = box.tenancy.required
+        self._find = tenant
+        self._exempt = frozenset(exempt)
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] in self._exempt:
+            await self.app(scope, receive, send)
+            return
+        try:
+            tenant = self._tenant_of(scope)
+        except HeaderError:
+            await _refuse(scope, receive, send, "the tenant is not valid")
+            return
+        if tenant is None and self._required:
+            await _refuse(scope, receive, send, "the tenant is missing")
+            return
+        with event_context(tenant=tenant):
+            await self.app(scope, receive, send)
+
+    def _tenant_of(self, scope: Scope) -> str | None:
+        if callable(self._find):
+            tenant = self._find(scope)
+        else:
+            found = _headers(scope, self._find)
+            if len(found) > 1:
+                raise HeaderError(f"{self._find}: is there {len(found)} times")
+            tenant = _decoded(found[0]) if found else None
+        if tenant is not None and check_key("tenant", tenant, MAX_TENANT_BYTES) != tenant.strip():
+            raise HeaderError("tenant: begins or ends with a space")
+        return tenant
+
+
+class TraceMiddleware:
+    """Sets the trace and the correlation of a request, for its events: those that come with it (``traceparent``,
+    ``tracestate``, ``x-correlation-id``), if they are well formed, else new ones. The correlation is told to the
+    client, in the same header. They say what belongs together, not who may do what.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        with _traced(scope) as correlation:
+
+            async def told(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), (b"x-correlation-id", correlation.encode())]
+                await send(message)
+
+            await self.app(scope, receive, told)
+
+
+@contextmanager
+def _traced(scope: Scope) -> Iterator[str]:
+    correlation = _only(scope, "x-correlation-id")
+    if correlation is None or len(correlation) > MAX_CORRELATION or not _is_printable(correlation):
+        correlation = str(uuid4())
+    traceparent, tracestate = _only(scope, "traceparent"), None
+    if traceparent is not None and _is_trace(traceparent):
+        tracestate = ",".join(value.decode("latin-1") for value in _headers(scope, "tracestate"))
+    else:
+        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    if tracestate is not None and (len(tracestate) > MAX_TRACESTATE or not _is_printable(tracestate)):
+        tracestate = None
+    with event_context(correlation_id=correlation, traceparent=traceparent, tracestate=tracestate):
+        yield correlation
+
+
+def _is_trace(traceparent: str) -> bool:
+    found = TRACEPARENT.fullmatch(traceparent)
+    return found is not None and int(found[1], 16) != 0 and int(found[2], 16) != 0
+
+
+def _is_printable(value: str) -> bool:
+    return value.isascii() and value.isprintable() and value.strip() != ""
+
+
+def _headers(scope: Scope, name: str) -> list[bytes]:
+    wanted = name.lower().encode()
+    return [value for header, value in scope["headers"] if header == wanted]
+
+
+def _only(scope: Scope, name: str) -> str | None:
+    """The value of a header that is there once."""
+    found = _headers(scope, name)
+    return found[0].decode("latin-1") if len(found) == 1 else None
+
+
+def _decoded(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise HeaderError("a header is not UTF-8") from None
+
+
+async def _refuse(scope: Any, receive: Receive, send: Send, detail: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": detail})
+    else:
+        await JSONResponse({"detail": detail}, 400)(scope, receive, send)

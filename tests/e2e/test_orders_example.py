@@ -1,0 +1,172 @@
+"""``examples/orders`` over HTTP, in real processes; and its README, command by command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
+from tests.servers import Database, DatabaseServer, Server, wait_until
+from tests.web import ROOT, Process, free_port
+
+README = ROOT / "examples" / "orders" / "README.md"
+TEA = {"customer": "Ada", "article": "tea", "quantity": 2, "total_cents": 840}
+
+
+class Town:
+    """The service and the warehouse, each to be started when it is time."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        ports = {"orders": free_port(), "orders.warehouse": free_port()}
+        kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "WAREHOUSE_URL")}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+        self.environment = kept | {"PATH": path, "WAREHOUSE_URL": f"http://127.0.0.1:{ports['orders.warehouse']}"}
+        self.environment |= variables
+        self.service, self.warehouse = (
+            Process(
+                ["-m", f"examples.{name}", "--port", str(port)],
+                port,
+                folder / name,
+                environment=self.environment,
+                path="/openapi.json",
+            )
+            for name, port in ports.items()
+        )
+        self._started: list[Process] = []
+
+    def start(self, process: Process) -> None:
+        process.start()
+        self._started.append(process)
+
+    def stop(self) -> None:
+        for process in self._started:
+            process.stop()
+
+
+class TestOverHTTP:
+    @pytest.fixture
+    def town(self, postgres_database: Database, tmp_path: Path) -> Iterator[Town]:
+        town = Town(tmp_path, DATABASE_URL=postgres_database.url())
+        try:
+            yield town
+        finally:
+            town.stop()
+
+    @pytest.fixture
+    def service(self, town: Town) -> Iterator[httpx.Client]:
+        town.start(town.service)
+        with httpx.Client(base_url=town.service.url) as client:
+            yield client
+
+    def test_the_life_of_an_order(self, town: Town, service: httpx.Client) -> None:
+        town.start(town.warehouse)
+        placed = service.post("/orders", json=TEA)
+        assert placed.status_code == 201
+        order = f"/orders/{placed.json()['id']}"
+        assert service.get(order).json() == placed.json()
+        repriced = service.put(f"{order}/price", json={"total_cents": 800, "version": 1})
+        assert (repriced.status_code, repriced.json()["total_cents"], repriced.json()["version"]) == (200, 800, 2)
+        assert service.post(f"{order}/cancel").json()["status"] == "cancelled"
+        assert [found["customer"] for found in service.get("/orders", params={"customer": "Ada"}).json()] == ["Ada"]
+        assert service.get("/orders", params={"customer": "Bob"}).json() == []
+        letters = ["Thank you for ordering 2 x tea.", "Your order costs 8.00 now.", "Your order is cancelled."]
+        wait_until(lambda: service.get(f"{order}/letters").json() == letters, "three letters")
+        events = ["orders.order.placed", "orders.order.cancelled"]
+        wait_until(lambda: httpx.get(f"{town.warehouse.url}/events").json() == events, "the warehouse to know")
+
+    def test_what_is_refused_changes_nothing(self, service: httpx.Client) -> None:
+        order = f"/orders/{service.post('/orders', json=TEA).json()['id']}"
+        assert service.put(f"{order}/price", json={"total_cents": 1, "version": 7}).status_code == 409
+        assert service.post(f"{order}/cancel").status_code == 200
+        refused = service.put(f"{order}/price", json={"total_cents": 1})
+        assert (refused.status_code, refused.json()) == (409, {"detail": "the order is cancelled"})
+        assert service.post(f"{order}/cancel").status_code == 409
+        assert service.get(order).json()["total_cents"] == 840
+        assert service.get(f"/orders/{uuid4()}").status_code == 404
+        assert service.post("/orders", json=TEA | {"quantity": 0}).status_code == 422
+        assert len(service.get("/orders").json()) == 1
+
+
+class Reader:
+    """Does what the page says, from top to bottom."""
+
+    def __init__(self, town: Town) -> None:
+        self._town = town
+        self._order = ""
+
+    def follow(self) -> None:
+        for block in blocks_of(README):
+            if block.language == "sh":
+                [line] = block.lines
+                starts = {"make example": self._town.service}
+                self._town.start(starts.get(line, self._town.warehouse))
+                assert line in ("make example", "python -m examples.orders.warehouse")
+            elif block.language == "console":
+                for each in commands_of(block):
+                    self._do(each.command.removeprefix("$ "), each.output, f"README.md, line {each.line}")
+
+    def _do(self, command: str, shown: list[str], where: str) -> None:
+        """Do it; what only looks is done until it shows what the page shows."""
+        printed = self._run(command)
+        if "--json '" in command:
+            self._order = json.loads(printed)["id"]
+        looks = "-X" not in command and "--json '" not in command and "redrive" not in command
+
+        def as_shown() -> bool:
+            nonlocal printed
+            if matches(shown, printed.splitlines()):
+                return True
+            printed = self._run(command) if looks else printed
+            return False
+
+        try:
+            wait_until(as_shown, where, seconds=30 if looks else 0)
+        except TimeoutError:
+            pytest.fail(f"{where}: {command} prints\n{printed}")
+
+    def _run(self, command: str) -> str:
+        for name, process in (("localhost:8000", self._town.service), ("localhost:8001", self._town.warehouse)):
+            command = command.replace(name, process.url.removeprefix("http://"))
+        command = command.replace("ORDER_ID", self._order)
+        if "EVENT_ID" in command:
+            command = command.replace("EVENT_ID", self._newest_event())
+        return self._call(shlex.split(command))
+
+    def _newest_event(self) -> str:
+        """What a reader finds in the column EVENT."""
+        listed = self._call(["pillarbox", "outbox", "list", "--json", "--type", "orders.order.placed"])
+        event: str = max(json.loads(listed)["deliveries"], key=lambda found: int(found["id"]))["event_id"]
+        return event
+
+    def _call(self, command: list[str]) -> str:
+        done = subprocess.run(
+            command, env=self._town.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    targets = LINK.findall(README.read_text("utf-8"))
+    assert targets
+    assert [target for target in targets if not (README.parent / target).exists()] == []
+
+
+def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server]) -> None:
+    server = use_server("embedded")
+    assert isinstance(server, DatabaseServer)
+    server.drop("pillarbox")  # as a newcomer has it
+    town = Town(tmp_path)
+    try:
+        Reader(town).follow()
+    finally:
+        town.stop()
