@@ -90,15 +90,20 @@ async def repository(uow: Work) -> Repository[Order]:
 Orders = Annotated[Repository[Order], Depends(repository)]
 
 
+# What the database cannot keep is refused here, as a 422: an INTEGER has 32 bits, and a text no NUL.
+Text = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")]
+Cents = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
 class NewOrder(BaseModel):
-    customer: str = Field(min_length=1, max_length=100)
-    article: str = Field(min_length=1, max_length=100)
+    customer: Text
+    article: Text
     quantity: int = Field(gt=0, lt=1_000)
-    total_cents: int = Field(ge=0)
+    total_cents: Cents
 
 
 class NewPrice(BaseModel):
-    total_cents: int = Field(ge=0)
+    total_cents: Cents
     version: int | None = None
     """The version that the client has seen; 409 if the order has another one by now."""
 
@@ -144,7 +149,7 @@ async def show(order_id: UUID, orders: Orders) -> OrderView:
 
 
 @app.get("/orders")
-async def find(orders: Orders, customer: str | None = None) -> list[OrderView]:
+async def find(orders: Orders, customer: Text | None = None) -> list[OrderView]:
     criteria = () if customer is None else (Order.customer == customer,)
     return [OrderView.model_validate(order) for order in await orders.list(*criteria, limit=100)]
 

@@ -9,6 +9,9 @@ import httpx
 from pillarbox import Message
 from pillarbox.transport import Capabilities, Outcome, Rejection, Verdict
 
+_LATER = (408, 425, 429)
+"""Timeout, too early, too many: client errors by their numbers, but nothing is wrong with the event."""
+
 
 class WarehouseTransport:
     """Tells three answers apart: the event is refused, the warehouse is away, and nobody knows."""
@@ -16,7 +19,8 @@ class WarehouseTransport:
     capabilities = Capabilities(max_messages=50)
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False)
+        self._url = url
+        self._client: httpx.AsyncClient | None = None  # made when it is needed: the service may start a second time
 
     def preflight(self, message: Message) -> str | None:  # noqa: ARG002  only the warehouse knows what it refuses
         return None
@@ -25,6 +29,8 @@ class WarehouseTransport:
         return {}
 
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  lanes need no name here
+        if self._client is None:
+            self._client = httpx.AsyncClient(base_url=self._url, timeout=5.0, trust_env=False)
         accepted: list[int] = []
         rejected: dict[str, Rejection] = {}
         for index, message in enumerate(messages):
@@ -40,15 +46,16 @@ class WarehouseTransport:
                 return _unfinished(accepted, rejected, Verdict.UNKNOWN, type(error).__name__)
             if answer.is_success:
                 accepted.append(index)
-            elif answer.is_client_error:
+            elif answer.is_client_error and answer.status_code not in _LATER:
                 rejected[message.key] = Rejection(index, f"{answer.status_code}: {answer.text[:200]}")
             else:
                 return _unfinished(accepted, rejected, Verdict.UNAVAILABLE, f"the warehouse says {answer.status_code}")
         return Outcome(accepted, [*rejected.values()])
 
     async def close(self, producer: str | None = None) -> None:
-        if producer is None:
-            await self._client.aclose()
+        if producer is None and self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
 
 
 def _unfinished(accepted: list[int], rejected: dict[str, Rejection], why: Verdict, reason: str) -> Outcome:

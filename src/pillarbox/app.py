@@ -30,7 +30,7 @@ from .gauges import Gauges
 from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
 from .relay import Pacing, Relay
 from .report import count_new
-from .route import Origin, Route, Router, check_routes
+from .route import Origin, Route, Router, check_routes, check_transports
 from .stores import sqlite
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
@@ -73,12 +73,23 @@ class Pillarbox:
                 f"engine must be an AsyncEngine, a database URL or None, got {type(engine).__name__}; "
                 "a plain Session is bound with box.bind(sessionmaker(...))"
             )
-        if isinstance(routes, Route) or not isinstance(transports or {}, Mapping):
-            raise ConfigurationError("routes is a list of Route, and transports a dict of transports by name")
+        if not _all_are(Route, routes) or not isinstance(transports or {}, Mapping):
+            raise ConfigurationError(
+                'routes is a list of Route, like [Route("orders.**", to="broker", topic="orders")], and transports a '
+                "dict of transports by name"
+            )
+        if not _all_are(Observer, signals):
+            raise ConfigurationError(
+                "signals is a list of observers, like [PrometheusSignals()]; one of your own is an instance of a "
+                "subclass of pillarbox.telemetry.Observer"
+            )
+        if isinstance(engine, str):
+            _parse(engine)  # refused here, where it is written, and not only when the box is started
         self._given = engine
         self._engine: AsyncEngine | None = None
         self._embedded: EmbeddedPostgres | None = None
         self.transports = dict(transports or {})
+        check_transports(self.transports)
         check_routes(routes, self.transports)
         if shards is not None and not 1 <= shards <= 4096:
             raise ConfigurationError(f"shards must be between 1 and 4096, got {shards}")
@@ -397,21 +408,45 @@ class _BoxOutbox:
             self._box.doorbell.ring({LaneName(delivery.route, delivery.shard) for delivery in deliveries})
 
 
+def _all_are(kind: type, given: object) -> bool:
+    return isinstance(given, Collection) and all(isinstance(each, kind) for each in given)
+
+
 def _engine_for(url: str) -> AsyncEngine:
     """An engine for a URL, with the usual async driver if it names none."""
     try:
-        parsed = make_url(url)
-        driver, extra = _DRIVERS[parsed.get_backend_name()]
-        if "+" not in parsed.drivername:
-            parsed = parsed.set(drivername=f"{parsed.drivername}+{driver}")
-        return _create(parsed, extra)
-    except KeyError as error:
-        raise ConfigurationError(f"{error.args[0]} is not supported; use {', '.join(_DRIVERS)}") from None
+        return _create(*_parse(url))
     except (ArgumentError, InvalidRequestError) as error:
+        raise ConfigurationError(f"{_WRITE_A_URL} ({str(error).partition('(Background')[0].strip()})") from error
+
+
+def _parse(url: str) -> tuple[URL, str]:
+    """The URL with an async driver, and the extra that brings it. No message holds the URL: it may have a password."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise ConfigurationError(f"{_WRITE_A_URL}, with special characters as %XX") from None
+    backend = parsed.get_backend_name()
+    if backend not in _DRIVERS:
+        instead = "write postgresql://" if backend == "postgres" else f"use {', '.join(_DRIVERS)}"
+        raise ConfigurationError(f"the database URL: {backend} is not supported; {instead}")
+    driver, extra = _DRIVERS[backend]
+    if "+" not in parsed.drivername:
+        parsed = parsed.set(drivername=f"{parsed.drivername}+{driver}")
+    try:
+        usable = parsed.get_dialect().get_async_dialect_cls(parsed).is_async
+    except ArgumentError:
+        usable = False
+    if not usable:
         raise ConfigurationError(
-            "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database "
-            f"({str(error).partition('(Background')[0].strip()})"
-        ) from error
+            f"the database URL: {parsed.drivername} is no async driver; write {backend}+{driver}://..."
+        )
+    return parsed, extra
+
+
+_WRITE_A_URL = (
+    "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database"
+)
 
 
 def _create(url: URL, extra: str) -> AsyncEngine:

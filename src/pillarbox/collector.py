@@ -453,7 +453,9 @@ class Collector:
             unknown = commit.forget(self._handle)
             self._handle = None
         if self._outbox.signals:
-            self._tell(unknown=unknown, took=self._commit_took if frame.deliveries else None)
+            # In a transaction that belongs to somebody else nothing was committed yet.
+            ours = frame.deliveries and self._prepared is not None
+            self._tell(unknown=unknown, took=self._commit_took if ours else None)
         if frame.committed and frame.deliveries:
             self._outbox.committed(frame.deliveries, self._prepared)
 

@@ -16,18 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import select
 
 from .app import Pillarbox
 from .context import TRACEPARENT, event_context
-from .errors import CommitOutcomeUnknown, ConcurrencyError, HeaderError, MissingExtraError, NotFoundError
+from .errors import (
+    CommitOutcomeUnknown,
+    ConcurrencyError,
+    ConfigurationError,
+    HeaderError,
+    MissingExtraError,
+    NotFoundError,
+    PayloadError,
+)
+from .redaction import redacted
 from .relay import Relay
 from .route import MAX_TENANT_BYTES, check_key
 from .unit_of_work import UnitOfWork
@@ -35,6 +43,7 @@ from .unit_of_work import UnitOfWork
 try:
     import anyio
     from fastapi import APIRouter, Depends, HTTPException, Request
+    from fastapi.requests import HTTPConnection
     from fastapi.responses import JSONResponse
 except ImportError:
     raise MissingExtraError("the FastAPI integration", extra="fastapi") from None
@@ -68,7 +77,7 @@ class _RelayInside:
 
     @property
     def alive(self) -> bool:
-        return not self._task.done()
+        return not self._task.done() and self.relay.alive
 
     async def begun(self) -> None:
         """A relay that cannot run at all keeps the application from starting."""
@@ -93,6 +102,7 @@ class _RelayInside:
 
 
 _inside: WeakKeyDictionary[Pillarbox, _RelayInside] = WeakKeyDictionary()
+_living: WeakSet[Pillarbox] = WeakSet()
 
 
 def lifespan(
@@ -102,16 +112,32 @@ def lifespan(
 
     ``relay`` runs one inside the application: True, or what makes it, as in ``lambda: box.relay(lease=10)``. ``also``
     is a lifespan of your own. The box starts first, then yours, then the relay; they end the other way round, so that
-    handlers find what your lifespan has opened. What yours yields is passed on.
+    handlers find what your lifespan has opened. What yours yields is passed on. A box has one lifespan at a time: the
+    second to end would find it stopped.
     """
     make = box.relay if relay is True else relay or None
 
     @asynccontextmanager
     async def live(app: Any) -> AsyncIterator[Any]:
-        async with box, (also or _nothing)(app) as state, _running(box, make):
-            yield state
+        with _alone(box):
+            async with box, (also or _nothing)(app) as state, _running(box, make):
+                yield state
 
     return live
+
+
+@contextmanager
+def _alone(box: Pillarbox) -> Iterator[None]:
+    if box in _living:
+        raise ConfigurationError(
+            "this box has a lifespan already, which is still running: give it to one application only, the outer one; "
+            "applications inside use the same box without a lifespan"
+        )
+    _living.add(box)
+    try:
+        yield
+    finally:
+        _living.discard(box)
 
 
 @asynccontextmanager
@@ -130,8 +156,10 @@ async def _running(box: Pillarbox, make: Callable[[], Relay] | None) -> AsyncIte
     try:
         yield
     finally:
-        del _inside[box]
-        await inside.stop()
+        try:
+            await inside.stop()
+        finally:
+            _inside.pop(box, None)
 
 
 # -- a unit of work per request ----------------------------------------------------------------------------------------
@@ -144,15 +172,25 @@ def unit_of_work(box: Pillarbox, *, timeout: float | None = None) -> Any:
     after that. An error, an `HTTPException` too, rolls back; so does a client that has hung up by then. A COMMIT that
     fails is a 500, and one whose answer was lost a 503: never a success. ``timeout`` is that of `UnitOfWork`.
 
+    A client that hangs up is not noticed behind a `BaseHTTPMiddleware` (``@app.middleware("http")``), which keeps the
+    news to itself: there the transaction commits. Write middlewares as plain ASGI where that matters. WebSockets have
+    no unit of work by dependency.
+
     A ``def`` endpoint may `add` and `publish`; what waits for the database it has to ask for by
     ``anyio.from_thread.run``.
     """
 
-    async def transaction(request: Request) -> AsyncIterator[UnitOfWork]:
+    async def transaction(connection: HTTPConnection) -> AsyncIterator[UnitOfWork]:
+        if not isinstance(connection, Request):
+            raise ConfigurationError(
+                "unit_of_work(box) is a transaction per request, and a WebSocket lives for long: "
+                "open one per message, with `async with box.unit_of_work() as uow:`"
+            )
         try:
             async with box.unit_of_work(timeout=timeout) as uow:
                 yield uow
-                if await _has_gone(request):
+                if await _has_gone(connection):
+                    logger.debug("%s %r: the client has gone: rolled back", connection.method, connection.url.path)
                     raise HTTPException(499, "the client has gone: rolled back")
         except CommitOutcomeUnknown as unknown:
             raise HTTPException(503, _UNKNOWN) from unknown
@@ -161,7 +199,9 @@ def unit_of_work(box: Pillarbox, *, timeout: float | None = None) -> Any:
 
 
 async def _has_gone(request: Request) -> bool:
-    """Whether the client has hung up, by what has come in so far. Waits for nothing."""
+    """Whether the client has hung up, by what has come in so far. Waits for nothing: so it does not see what a
+    `BaseHTTPMiddleware` would only tell later.
+    """
     while True:
         message = None
         with anyio.CancelScope() as now:
@@ -183,10 +223,18 @@ def _answer(status: int, detail: str) -> Callable[[Request, Exception], JSONResp
     return handle
 
 
+def _refused(_request: Request, error: PayloadError) -> JSONResponse:
+    # The error may quote the value, which need not be the client's: only the place is told.
+    logger.warning("a request was refused with 422: an event cannot hold what is in its field %s", redacted(error.path))
+    logger.debug("a request was refused with 422", exc_info=error)
+    return JSONResponse({"detail": f"{error.path}: this value cannot be part of an event"}, 422)
+
+
 error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
     ConcurrencyError: _answer(409, "somebody else changed it first: load it again and redo"),
     NotFoundError: _answer(404, "there is no such thing"),
     CommitOutcomeUnknown: _answer(503, _UNKNOWN),
+    PayloadError: _refused,
 }
 """For ``FastAPI(exception_handlers=error_handlers)``: errors of Pillarbox that are the client's business."""
 
@@ -197,7 +245,8 @@ error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
 def health(box: Pillarbox) -> APIRouter:
     """``/livez`` and ``/readyz``, for ``app.include_router(health(box))``: 200 or 503, and nothing that is secret.
 
-    Live: the process answers, and the relay inside it, if there is one, has not died; else only a restart helps.
+    Live: the process answers, and the relay inside it, if there is one, has not died and has lately tried to see to its
+    leases; else only a restart helps.
     Ready: the database answers, and the relay has lately seen to its leases.
     """
     router = APIRouter(include_in_schema=False)
@@ -242,7 +291,7 @@ class TenantMiddleware:
     ``tenant`` is the name of a header, which a gateway in front of you must set or remove, or a function that finds the
     tenant in the ASGI scope, as an authentication has left it there. A tenant that cannot be one is refused with 400,
     and so is a missing one if the box says ``tenancy="required"``. Without a tenant nothing is shown, never everything;
-    so ``exempt``, paths that need none, opens nothing.
+    so ``exempt``, paths that need none, with or without a slash at the end, opens nothing.
     """
 
     def __init__(
@@ -256,11 +305,11 @@ class TenantMiddleware:
         self.app = app
         self._required = box.tenancy.required
         self._find = tenant
-        self._exempt = frozenset(exempt)
+        self._exempt = frozenset(map(_path, exempt))
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] not in ("http", "websocket") or scope["path"] in self._exempt:
+        if scope["type"] not in ("http", "websocket") or _path(scope["path"]) in self._exempt:
             await self.app(scope, receive, send)
             return
         try:
@@ -289,8 +338,9 @@ class TenantMiddleware:
 
 class TraceMiddleware:
     """Sets the trace and the correlation of a request, for its events: those that come with it (``traceparent``,
-    ``tracestate``, ``x-correlation-id``), if they are well formed, else new ones. The correlation is told to the
-    client, in the same header. They say what belongs together, not who may do what.
+    ``tracestate``, ``x-correlation-id``), if they are well formed. Where no correlation came, there is a new one; where
+    no trace came, there is none, because no span would belong to it. The correlation is told to the client, in the same
+    header. They say what belongs together, not who may do what.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -316,15 +366,22 @@ def _traced(scope: Scope) -> Iterator[str]:
     correlation = _only(scope, "x-correlation-id")
     if correlation is None or len(correlation) > MAX_CORRELATION or not _is_printable(correlation):
         correlation = str(uuid4())
-    traceparent, tracestate = _only(scope, "traceparent"), None
-    if traceparent is not None and _is_trace(traceparent):
-        tracestate = ",".join(value.decode("latin-1") for value in _headers(scope, "tracestate"))
-    else:
-        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-    if tracestate is not None and (len(tracestate) > MAX_TRACESTATE or not _is_printable(tracestate)):
-        tracestate = None
-    with event_context(correlation_id=correlation, traceparent=traceparent, tracestate=tracestate):
+    with event_context(correlation_id=correlation, **_trace(scope)):
         yield correlation
+
+
+def _trace(scope: Scope) -> dict[str, str | None]:
+    """The trace that the request is part of, if it says so."""
+    traceparent = _only(scope, "traceparent")
+    if traceparent is None or not _is_trace(traceparent):
+        return {}
+    tracestate = ",".join(value.decode("latin-1") for value in _headers(scope, "tracestate"))
+    well = len(tracestate) <= MAX_TRACESTATE and _is_printable(tracestate)
+    return {"traceparent": traceparent, "tracestate": tracestate if well else None}
+
+
+def _path(path: str) -> str:
+    return path.rstrip("/") or "/"
 
 
 def _is_trace(traceparent: str) -> bool:

@@ -1,7 +1,8 @@
 """What a box shows when somebody looks: its relays, from memory, and its backlog, from the database.
 
 The database is asked when metrics are scraped, and not again for some seconds; the slower it answers, the more seldom
-it is asked, so that this never takes more than a twentieth of its time.
+it is asked, so that this never takes more than a twentieth of its time. After a failure it is asked again sooner:
+people look for what is missing then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ logger = logging.getLogger("pillarbox")
 KEPT_SECONDS = 3.0
 SHARE = 20
 ANSWER_SECONDS = 5.0
+FAILURE_SECONDS = 10.0
+"""The longest pause after a question that was not answered."""
 
 
 class Shown(Protocol):
@@ -54,15 +57,17 @@ class Gauges:
         began = clock.current().monotonic()
         if began < self._until:
             return self._known
+        longest = float("inf")
         self._until = began + KEPT_SECONDS  # who comes meanwhile gets what was known before
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 self._known = await self._ask()
         except Exception as error:
             self._known = []  # nothing, rather than what is not true any more
+            longest = FAILURE_SECONDS
             logger.debug("the database does not say how much is pending: %s", redacted(str(error)))
         ended = clock.current().monotonic()
-        self._until = ended + max(KEPT_SECONDS, SHARE * (ended - began))
+        self._until = ended + min(longest, max(KEPT_SECONDS, SHARE * (ended - began)))
         return self._known
 
     async def _ask(self) -> list[Sample]:

@@ -17,6 +17,7 @@ import random
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -104,6 +105,7 @@ class Relay:
         self._renewed_at: float | None = None
         self._attended_at: float | None = None
         self._tried_at: float | None = None
+        self._began_at: float | None = None
         self._reachable = True
         self._stopping = False
         self._leaving = False
@@ -122,8 +124,10 @@ class Relay:
                 "transactions: use a file, or drain() while nothing else runs"
             )
         self._finished.clear()
+        self._began_at = clock.current().monotonic()
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
-        looking = asyncio.ensure_future(self._keep_looking())
+        over = asyncio.Event()
+        looking = asyncio.ensure_future(self._keep_looking(over))
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -134,12 +138,15 @@ class Relay:
         finally:
             if stop_hearing is not None:
                 stop_hearing()
-            looking.cancel()
+            over.set()
             try:
                 await self._leave()
-                await asyncio.wait([looking])  # its connection is back before anybody closes the pool
+                # Not cancelled while it asks: a connection that is just being made would be left open.
+                await asyncio.wait([looking], timeout=self._pacing.lease)
             finally:
+                looking.cancel()
                 self._stopping = False  # it may run again
+                self._began_at = None
                 self._finished.set()
 
     def stop(self) -> None:
@@ -194,7 +201,7 @@ class Relay:
 
     def status(self) -> dict[str, Any]:
         """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
-        troubles = {str(it.lane): it.trouble.reason for it in self._workers.values() if it.trouble is not None}
+        troubles = {str(it.lane): it.trouble.reason for it in [*self._workers.values()] if it.trouble is not None}
         return {
             "relay": self.name,
             "healthy": self.healthy,
@@ -204,16 +211,18 @@ class Relay:
         }
 
     def samples(self) -> Iterator[Sample]:
-        """What gauges show of it."""
-        if self._census is None or self._attended_at is None:
+        """What gauges show of it while it runs. May be called from any thread."""
+        began, attended, census = self._began_at, self._attended_at, self._census
+        if began is None:
             return
-        held = Counter(name.route for name in self._workers)
-        stopped = Counter(name.route for name, worker in self._workers.items() if worker.trouble is not None)
-        for served in self._served(self._census):
-            route = self._census.routes[served]
-            yield Sample(telemetry.LANES_HELD, (route.name,), held[served])
-            yield Sample(telemetry.LANES_STOPPED, (route.name, route.destination), stopped[served])
-        yield Sample(telemetry.CYCLE_AGE, (), clock.current().monotonic() - self._attended_at)
+        workers = dict(self._workers)  # others may take and release lanes meanwhile
+        held = Counter(name.route for name in workers)
+        stopped = Counter(name.route for name, worker in workers.items() if worker.trouble is not None)
+        for route in [census.routes[served] for served in self._served(census)] if census is not None else ():
+            yield Sample(telemetry.LANES_HELD, (route.name,), held[route.id])
+            yield Sample(telemetry.LANES_STOPPED, (route.name, route.destination), stopped[route.id])
+        since = began if attended is None else max(began, attended)
+        yield Sample(telemetry.CYCLE_AGE, (), clock.current().monotonic() - since)
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -364,7 +373,8 @@ class Relay:
             logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error), extra=extra)
             logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
             self._stumbles[name] = self._stumbles.get(name, 0) + 1
-            await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), "the outbox or the transport failed")
+            why = f"the outbox or the transport failed: {_said(error)}"
+            await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), why)
         finally:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
                 del self._workers[name], self._tasks[name]
@@ -442,11 +452,15 @@ class Relay:
         if self._bell is not None:
             self._bell.ring([ANYBODY])
 
-    async def _keep_looking(self) -> None:
+    async def _keep_looking(self, over: asyncio.Event) -> None:
         """Find what no bell has told us: rows of other processes, rows that are due, people's requests."""
         pause = QUICKEST_LOOK
         while True:
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await over.wait()
+            if over.is_set():
+                return
             sent = self.counts.sent
             try:
                 ready = await self._store.ready(self._served(self._census) if self._census else (), relay=self.name)

@@ -7,6 +7,7 @@ bytes. The relay only carries.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 
 from .codec import Codec, Content
 from .context import NO_CONTEXT, check_header
-from .errors import HeaderError, PayloadTooLargeError, RouteError, TenancyError
+from .errors import ConfigurationError, HeaderError, PayloadTooLargeError, RouteError, TenancyError
 from .event import EventType, Raised, registry
 from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, stable_hash
 from .payload import Plain
@@ -166,6 +167,32 @@ def check_routes(routes: Sequence[Route], transports: Iterable[str]) -> None:
                 f"two routes overlap: {one!r} and {other!r}; "
                 "narrow the patterns, or say copy=True on the one that takes copies"
             )
+
+
+def check_transports(transports: Mapping[str, object]) -> None:
+    """Refuse what is no transport, before the first message finds out."""
+    for name, transport in transports.items():
+        where, kind = f"transports[{name!r}]", type(transport).__name__
+        if isinstance(transport, type):
+            raise ConfigurationError(f"{where} is a class: give an instance, {transport.__name__}(...)")
+        if missing := [each for each in _MEMBERS if not hasattr(transport, each)]:
+            raise ConfigurationError(
+                f"{where}: {kind} is no transport, it has no {', '.join(missing)}; see pillarbox.transport.Publisher"
+            )
+        for each in ("open", "send", "close"):
+            if _surely_not_async(getattr(transport, each)):
+                raise ConfigurationError(f"{where}: {kind}.{each} is not async; write `async def {each}(...)`")
+
+
+_MEMBERS = ("capabilities", "preflight", "open", "send", "close")
+
+
+def _surely_not_async(method: object) -> bool:
+    """A plain ``def``. One that is decorated, or says that it returns something to be awaited, may well be right."""
+    if not inspect.ismethod(method) or inspect.iscoroutinefunction(method) or hasattr(method, "__wrapped__"):
+        return False
+    returns = str(method.__func__.__annotations__.get("return", ""))
+    return not any(each in returns for each in ("Awaitable", "Coroutine", "Future", "Task"))
 
 
 class Origin(msgspec.Struct, frozen=True):

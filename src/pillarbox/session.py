@@ -104,7 +104,8 @@ class BoundSession(Session):
         raise SessionError(f"merge would lose the events of a {type(given).__name__}: merge it by itself, or add it")
 
     def close(self) -> None:
-        super().close()
+        with self._alone():  # or somebody would go on with a connection that belongs to the next one
+            super().close()
         self.collector.let_go()
 
     def bulk_save_objects(self, objects: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,9 +6,11 @@ command line reads settings: the library takes what it needs as arguments.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
@@ -195,15 +197,16 @@ class Settings(BaseSettings):
         `SettingsError` has one line per mistake.
         """
         variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
-        given = _Given(_find_file(path), {name for name, value in variables.items() if value})
+        given = _Given(_find_file(path), {name: value for name, value in variables.items() if value})
         mistakes = list(given.unknown_variables())
         settings = None
         try:
             settings = cls(**given.written)
         except ValidationError as error:
             mistakes += [given.explain(details) for details in error.errors()]
-        except VariableError:
-            pass  # a group's own variable, which holds no JSON: an unknown variable anyway
+        except VariableError as error:
+            # A group's own variable that holds no JSON is an unknown one, and has its line already.
+            mistakes += given.without_json() or ([] if mistakes else [str(error)])
         if settings is None or mistakes:
             raise SettingsError("\n".join(mistakes))
         settings._origins.update((key, given.origin(key)) for key in KEYS)
@@ -221,7 +224,7 @@ class Settings(BaseSettings):
 class _Given:
     """What people have written, and where."""
 
-    def __init__(self, file: Path | None, variables: set[str]) -> None:
+    def __init__(self, file: Path | None, variables: Mapping[str, str]) -> None:
         self.file = file
         self.written = _read(file) if file else {}
         self._variables = variables
@@ -230,6 +233,10 @@ class _Given:
         name = variable(key)
         if used := next((each for each in self._variables if each == name or each.startswith(f"{name}__")), None):
             return used
+        group, _, rest = key.partition(".")
+        with suppress(ValueError, TypeError):  # what is no JSON, or no object, holds no key
+            if rest in json.loads(self._variables.get(variable(group), "{}")):
+                return variable(group)
         value: Any = self.written
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -240,10 +247,24 @@ class _Given:
     def unknown_variables(self) -> Iterator[str]:
         known = {variable(key): key for key in KEYS}
         groups = tuple(f"{name.rpartition('__')[0]}__" for name in known if "__" in name)
-        for name in sorted(self._variables - known.keys() - {FILE_VARIABLE}):
+        for name in sorted(self._variables.keys() - known.keys() - {FILE_VARIABLE}):
             # What is inside a group is checked with the group.
             if not name.startswith(groups) and not _KUBERNETES.fullmatch(name):
-                yield f"{name}: there is no such setting; {_suggestion(name, known)}"
+                inside = [each for each in known if each.startswith(f"{name}__")]
+                instead = f"write {' or '.join(inside)}" if inside else _suggestion(name, known)
+                yield f"{name}: there is no such setting; {instead}"
+
+    def without_json(self) -> list[str]:
+        """A line for each variable that should hold JSON, and does not. Its value may be a secret."""
+        lines = []
+        for key, field in KEYS.items():
+            if isinstance(field.default, dict) and (value := self._variables.get(variable(key))):
+                try:
+                    json.loads(value)
+                except ValueError:
+                    example = json.dumps(field.examples[0] if field.examples else {})
+                    lines.append(f"{key} (from {variable(key)}): is no JSON; write {variable(key)}='{example}'")
+        return lines
 
     def explain(self, details: ErrorDetails) -> str:
         key = ".".join(map(str, details["loc"]))

@@ -1,15 +1,15 @@
 """Signals: every metric, span and log event that Pillarbox gives, in one list, and the port for them.
 
 Before this: sessions, lanes, relays and handlers do something. After it: observers make metrics and traces of it.
-`Signals` is what code tells; without an observer it is false, and nothing is told. What is told holds names of routes,
-destinations and topics, ids and numbers: no payload, no key, no address and no secret.
+`Signals` is what code tells; without an observer it is false, and nothing is told. Metrics and spans hold names of
+routes, destinations and topics, ids and numbers: no payload, no key, no address and no secret. Log lines about single
+deliveries name the event, its aggregate and its tenant, too.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 import traceback
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -385,13 +385,19 @@ class Signals:
         self.by_tenant = self.by_tenant or observer.by_tenant
         self.traces = self.traces or _traces(observer)
         for source in self._sources:
-            observer.watch(source)
+            self._show(observer, source)
 
     def watch(self, source: Source) -> None:
         """Keep gauges, and show them to everybody who is told."""
         self._sources.append(source)
         for observer in self._observers:
+            self._show(observer, source)
+
+    def _show(self, observer: Observer, source: Source) -> None:
+        try:
             observer.watch(source)
+        except Exception as error:
+            self._report(observer, error)
 
     def count(self, metric: Metric, labels: Labels = (), amount: int = 1, tenant: str | None = None) -> None:
         """See `Observer.count`."""
@@ -425,14 +431,24 @@ class Signals:
                 entered.append((observer, manager))
         try:
             yield
-        finally:
-            raised = sys.exc_info()
-            for observer, manager in reversed(entered):
-                try:
-                    manager.__exit__(*raised)
-                except Exception as error:
-                    if error is not raised[1]:
-                        self._report(observer, error)
+        except BaseException as raised:
+            self._leave(entered, raised)
+            raise
+        else:
+            self._leave(entered, None)
+
+    def _leave(
+        self, entered: list[tuple[Observer, AbstractContextManager[object]]], raised: BaseException | None
+    ) -> None:
+        for observer, manager in reversed(entered):
+            try:
+                if raised is None:
+                    manager.__exit__(None, None, None)
+                else:
+                    manager.__exit__(type(raised), raised, raised.__traceback__)
+            except Exception as error:
+                if error is not raised:
+                    self._report(observer, error)
 
     def _report(self, observer: Observer, error: Exception) -> None:
         if id(observer) not in self._failed:

@@ -96,7 +96,8 @@ class Publisher(Protocol):
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
         """Make ready to send. Numbered transports say the highest number that each topic was ever given under this
-        producer's name (-1: none), which is not yet a promise that it is stored; the others answer nothing.
+        producer's name (-1: none), which is not yet a promise that it is stored; the others answer nothing, and a
+        relay does not call it: they open what they need when they send.
 
         Opening again is fine, and closes what was open under that name here. An `OSError` or `TimeoutError` means
         unavailable.

@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 from uuid import UUID
 
+from sqlalchemy.exc import IllegalStateChangeError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 
 from . import telemetry
 from .aggregate import Aggregate
 from .commit import uninterrupted
-from .errors import SessionError
+from .errors import SessionError, SessionSharedError
 from .session import collector_of
 from .tenancy import Tenancy
 
@@ -215,8 +216,15 @@ class UnitOfWork:
         if self._alarm is not None:
             self._alarm.cancel()
         if error is None:
-            await uninterrupted(_commit_and_close, self.session.sync_session)
-            return
+            try:
+                await uninterrupted(_commit_and_close, self.session.sync_session)
+            except _NOT_ALONE:
+                await self._clean_up()
+                raise
+        else:
+            await self._clean_up()
+
+    async def _clean_up(self) -> None:
         try:
             await _finish(self.session.rollback, self.session)
         finally:
@@ -247,7 +255,9 @@ async def _finish(clean_up: Callable[[], Awaitable[None]], session: AsyncSession
     """Clean up to the end even if we are cancelled; a connection that cannot be cleaned is thrown away, never used
     again.
     """
-    cleaning = asyncio.ensure_future(clean_up())
+    cleaning = asyncio.ensure_future(_when_alone(clean_up))
+    _cleaning.add(cleaning)
+    cleaning.add_done_callback(_cleaning.discard)
     try:
         # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
         async with asyncio.timeout(CLEANUP_SECONDS):
@@ -255,10 +265,28 @@ async def _finish(clean_up: Callable[[], Awaitable[None]], session: AsyncSession
     except asyncio.CancelledError:
         await asyncio.wait([cleaning], timeout=CLEANUP_SECONDS)
         if not cleaning.done():
-            await session.invalidate()
+            await _throw_away(session)
         raise
     except TimeoutError:
+        await _throw_away(session)
+
+
+async def _throw_away(session: AsyncSession) -> None:
+    with suppress(*_NOT_ALONE):  # then it is cleaned when they are gone
         await session.invalidate()
+
+
+_NOT_ALONE = (IllegalStateChangeError, SessionSharedError)
+"""Tasks that were started inside are still at work in the session."""
+_cleaning: set[asyncio.Future[None]] = set()
+
+
+async def _when_alone(clean_up: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            return await clean_up()
+        except _NOT_ALONE:
+            await asyncio.sleep(0.01)
 
 
 _current: ContextVar[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] = ContextVar(

@@ -153,6 +153,36 @@ def test_examples(page: Path, tmp_path: Path, environment: dict[str, str]) -> No
             pytest.fail("\n".join([f"{page.name}, line {each.line}: {each.command[2:]} prints", *printed]))
 
 
+def test_the_service_of_the_readme_takes_orders(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The page only makes it; here is a client."""
+    program = tmp_path / "service.py"
+    blocks = [line for block in blocks_of(ROOT / "README.md") if block.language == "python" for line in block.lines]
+    program.write_text(
+        "\n".join(line for line in blocks if line != "asyncio.run(main())")
+        + """
+
+
+async def client() -> None:
+    import httpx
+
+    async with app.router.lifespan_context(app), httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as http:
+        print((await http.post("/orders", params={"total_cents": 4200})).status_code)
+        [message] = await broker.received("orders.order.events")
+        print(message.headers["event_type"])
+
+
+asyncio.run(client())
+""",
+        "utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program)], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert (done.stdout.decode(), done.stderr.decode()) == ("201\norders.order.placed\n", "")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_blocks_have_a_known_language(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= LANGUAGES

@@ -249,6 +249,13 @@ class TestMistakes:
             (["outbox", "list", "--nonsense"], "No such option"),
             (["outbox", "list", "--status", "LOST"], "'LOST' is not one of 'PENDING'"),
             (["outbox", "list", "--limit", "0"], "0 is not in the range"),
+            (["outbox", "list", "--limit", "abc"], "'abc' is not a valid whole number."),
+            (["lanes", "rate", "broker", "--per-second", "abc"], "'abc' is not a valid number."),
+            (
+                ["--json", "outbox", "list"],
+                "'--json' before the command. Options come after it, as in `pillarbox outbox",
+            ),
+            (["outbox", "--config", "x.yaml", "list"], "'--config' before the command. Options come after it, as in"),
             (["outbox", "list", "--type", "a.*.b.**"], "'a.*.b.**' is no pattern of event names: write"),
             (["outbox", "list", "--type", "'; DROP TABLE"], "is no pattern of event names"),
             (["outbox", "show", "17"], "'17' is not a valid UUID"),
@@ -270,6 +277,11 @@ class TestMistakes:
             "error: shrads (from other.yaml): there is no such key; did you mean shards?",
             "error: tenancy (from other.yaml): should be 'off' or 'required'; it is 'maybe'",
         ]
+
+    @pytest.mark.parametrize("command", [["config", "show"], ["doctor"], ["outbox", "list"]])
+    def test_a_variable_that_holds_no_json(self, pillarbox: CommandLine, command: list[str]) -> None:
+        line = pillarbox.complaint(*command, code=Exit.SETTINGS, PILLARBOX_TRANSPORTS='{"sink": ')
+        assert line.startswith("error: transports (from PILLARBOX_TRANSPORTS): is no JSON; write ")
 
     def test_a_settings_file_that_is_not_there(self, pillarbox: CommandLine) -> None:
         assert "absent.yaml: cannot be read" in pillarbox.complaint(
@@ -305,10 +317,16 @@ class TestMistakes:
         assert "Access denied" in line
         assert "geheim" not in line
 
-    @pytest.mark.parametrize("place", ["absent/shop.db", "."])
-    def test_a_file_that_cannot_be_opened(self, pillarbox: CommandLine, place: str) -> None:
-        pillarbox.use(f"sqlite:///{place}")
+    def test_a_file_that_cannot_be_opened(self, pillarbox: CommandLine) -> None:
+        pillarbox.use("sqlite:///.")
         assert "unable to open database file" in pillarbox.complaint("migrate", code=Exit.UNREACHABLE)
+
+    def test_a_file_in_a_folder_that_is_not_there(self, pillarbox: CommandLine) -> None:
+        pillarbox.use("sqlite:///absent/shop.db")
+        what = "the folder absent for the SQLite file shop.db does not exist: make it, or correct database_url (from"
+        for command in (["migrate"], ["outbox", "list"]):
+            assert what in pillarbox.complaint(*command, code=Exit.UNREACHABLE)
+        assert what in pillarbox("doctor", code=Exit.PROBLEM).stdout
 
     def test_a_file_that_is_no_database(self, pillarbox: CommandLine) -> None:
         (pillarbox.folder / "shop.db").write_text("something else entirely" * 100)
@@ -380,6 +398,14 @@ class TestMistakes:
         os.close(writing)
         _, complaint = process.communicate(timeout=60)
         assert complaint == ""
+        assert process.returncode == Exit.PROBLEM
+
+    @pytest.mark.parametrize("command", [["migrate", "--sql"], ["config", "show", "--json"], ["--help"]])
+    def test_a_disk_that_is_full(self, pillarbox: CommandLine, command: list[str]) -> None:
+        with Path("/dev/full").open("w") as full:
+            process = pillarbox.start(*command, stdout=full, stderr=subprocess.PIPE)
+            _, complaint = process.communicate(timeout=60)
+        assert complaint == "error: cannot write to standard output: No space left on device; see where it goes\n"
         assert process.returncode == Exit.PROBLEM
 
 
@@ -603,7 +629,8 @@ class TestDoctor:
         assert report["problems"] == 0
         found = checks(report)
         assert found["version"]["found"].endswith(migrated.server.version)
-        wanted = {"database", "version", "encoding", "schema", "relays", "lanes", "pauses", "backlog", "failures"}
+        wanted = {"database", "version", "encoding", "schema", "shards", "relays", "lanes", "pauses", "backlog"}
+        wanted |= {"failures"}
         assert found.keys() - {"durability", "ids"} == wanted
         assert {name for name in wanted if found[name]["state"] != "ok"} == set()
         # The other servers of the tests forget on a crash, to be quick; the embedded one is as users have it.

@@ -424,6 +424,15 @@ class TestTrace:
         assert [each["what"] for each in pillarbox.json("trace", event)["steps"]] == ["redrive asked for by Anna"]
 
     @on_sqlite
+    def test_what_a_redrive_has_forgotten_is_not_told(self, pillarbox: CommandLine, dead: Database) -> None:
+        event = event_of(pillarbox, "A")
+        sent = "status = 'SENT', attempts = 0, sent_at = '2999-01-01 00:00:00', batch = 7, number = 3"
+        execute(dead, f"UPDATE pillarbox_outbox SET {sent}")
+        steps = [each["what"] for each in pillarbox.json("trace", event)["steps"] if each["route"] == BROKER]
+        assert steps == ["raised", "written", "sent"]
+        assert "refused" not in pillarbox("trace", event).stdout
+
+    @on_sqlite
     @pytest.mark.usefixtures("filled")
     def test_an_event_that_is_not_there(self, pillarbox: CommandLine) -> None:
         assert f"the outbox has no event {ABSENT}" in pillarbox.complaint("trace", ABSENT, code=Exit.PROBLEM)
@@ -472,3 +481,21 @@ class TestDoctor:
         pauses = [each for each in report["checks"] if each["name"] == "pauses"]
         assert [each["found"] for each in pauses] == [f"1 lane of route '{BROKER}' paused", "tenant 'acme' paused"]
         assert checks(report)["backlog"]["state"] == "warning"
+
+    @on_sqlite
+    @pytest.mark.usefixtures("migrated")
+    def test_shards_that_the_database_does_not_have(self, pillarbox: CommandLine) -> None:
+        assert checks(pillarbox.json("doctor", PILLARBOX_SHARDS="16"))["shards"]["state"] == "ok"
+        found = checks(pillarbox.json("doctor", code=Exit.PROBLEM, PILLARBOX_SHARDS="8"))["shards"]
+        assert found["found"] == "shards (from PILLARBOX_SHARDS) is 8, and the database has 16"
+        assert found["remedy"].endswith("say 16, or take it out")
+
+    @on_sqlite
+    @pytest.mark.usefixtures("dead")
+    def test_what_it_tells_to_look_at_shows_the_error(self, pillarbox: CommandLine) -> None:
+        remedy = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["failures"]["remedy"]
+        assert remedy.startswith(
+            "see `pillarbox outbox list --status FAILED`, and for each `pillarbox why EVENT_ID`; then redrive"
+        )
+        listed = pillarbox("outbox", "list", "--status", "FAILED").stdout.splitlines()
+        assert "too long" in pillarbox("why", listed[1].split()[-1]).stdout

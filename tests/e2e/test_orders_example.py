@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from uuid import uuid4
 
 import httpx
 import pytest
 
+from examples.orders.transport import WarehouseTransport
+from pillarbox import Message
+from pillarbox.transport import Outcome, Verdict
 from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
 from tests.servers import Database, DatabaseServer, Server, wait_until
 from tests.web import ROOT, Process, free_port
@@ -94,6 +100,63 @@ class TestOverHTTP:
         assert service.get(f"/orders/{uuid4()}").status_code == 404
         assert service.post("/orders", json=TEA | {"quantity": 0}).status_code == 422
         assert len(service.get("/orders").json()) == 1
+
+    def test_what_the_database_cannot_keep_is_refused(self, service: httpx.Client) -> None:
+        amounts: list[dict[str, object]] = [{"quantity": 1_000}, {"total_cents": 2**31}, {"total_cents": -1}]
+        texts: list[dict[str, object]] = [{"customer": "A\0da"}, {"article": "\0"}, {"article": ""}]
+        for wrong in amounts + texts:
+            assert service.post("/orders", json=TEA | wrong).status_code == 422, wrong
+        assert service.post("/orders", json=TEA | {"total_cents": 2**31 - 1}).status_code == 201
+        assert service.put(f"/orders/{uuid4()}/price", json={"total_cents": 2**31}).status_code == 422
+        assert service.get("/orders", params={"customer": "\0"}).status_code == 422
+
+
+class TestTheWayToTheWarehouse:
+    @pytest.fixture
+    def warehouse(self) -> Iterator[Callable[[int], str]]:
+        """Somebody who answers every event with this status; its URL comes back."""
+        servers: list[ThreadingHTTPServer] = []
+
+        def answering(status: int) -> str:
+            class Answer(BaseHTTPRequestHandler):
+                def do_POST(self) -> None:
+                    self.rfile.read(int(self.headers["content-length"]))
+                    self.send_response(status)
+                    self.send_header("content-length", "0")
+                    self.end_headers()
+
+                def log_message(self, *_: object) -> None:
+                    """Nothing is printed."""
+
+            servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answer))
+            Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            return f"http://127.0.0.1:{servers[-1].server_port}"
+
+        yield answering
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+    async def send(self, transport: WarehouseTransport) -> Outcome:
+        message = Message("orders", "o-1", b"{}", {"event_id": "1", "event_type": "orders.order.placed"})
+        try:
+            return await transport.send("lane", [message])
+        finally:
+            await transport.close()
+
+    @pytest.mark.parametrize("status", [408, 425, 429, 503])
+    async def test_come_back_later_is_no_refusal(self, warehouse: Callable[[int], str], status: int) -> None:
+        outcome = await self.send(WarehouseTransport(warehouse(status)))
+        assert (outcome.unfinished, list(outcome.rejected)) == (Verdict.UNAVAILABLE, [])
+        assert str(status) in outcome.reason
+
+    async def test_what_is_wrong_with_the_event_is_one(self, warehouse: Callable[[int], str]) -> None:
+        outcome = await self.send(WarehouseTransport(warehouse(422)))
+        assert (outcome.unfinished, [each.index for each in outcome.rejected]) == (None, [0])
+
+    def test_it_has_more_lives_than_one(self, warehouse: Callable[[int], str]) -> None:
+        transport = WarehouseTransport(warehouse(204))
+        assert [list(asyncio.run(self.send(transport)).accepted) for _ in range(2)] == [[0], [0]]
 
 
 class Reader:

@@ -22,15 +22,17 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
+from pillarbox.cli import relay as relay_command
 from pillarbox.cli import run
 from pillarbox.cli.output import Exit
-from pillarbox.cli.relay import _answering, _no_metrics, _observe
+from pillarbox.cli.relay import _answering, _no_metrics, _observe, _parse_address
 from pillarbox.prometheus import PrometheusSignals
 from pillarbox.relay import Pacing, Relay
 from pillarbox.settings import Settings
 from pillarbox.stores.memory import MemoryStore
+from pillarbox.transport import Outcome, Verdict
 from pillarbox.transports.logging import LoggingTransport
-from tests.relays import Line, running, soon
+from tests.relays import Line, World, running, soon
 from tests.servers import Database, wait_until
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -404,6 +406,67 @@ async def test_what_is_no_http_does_the_endpoint_no_harm() -> None:
         assert (await _get(f"{address}/readyz"))[0] == 503
 
 
+async def test_s38_of_lanes_in_trouble_only_the_names_are_told() -> None:
+    async def away(_producer: str, _events: str) -> Outcome:
+        return Outcome((), unfinished=Verdict.UNAVAILABLE, reason="cannot connect to 10.1.2.3:9092")
+
+    world = World()
+    world.write("a1")
+    world.broker.before = away
+    relay = world.relay()
+    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address, running(relay):
+        await soon(lambda: relay.status()["troubles"])
+        for path in ("livez", "readyz"):
+            _, body = await _get(f"{address}/{path}")
+            assert json.loads(body)["troubles"] == ["orders/0"]
+            assert b"10.1.2.3" not in body
+        assert "10.1.2.3" in relay.status()["troubles"]["orders/0"]
+
+
+async def test_metrics_that_cannot_be_shown_are_500_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_accept: str) -> tuple[bytes, str] | None:
+        raise TypeError("at line 7")
+
+    async with _answering(Relay(MemoryStore(), {}), broken, "127.0.0.1", 0) as address:
+        assert await _get(f"{address}/metrics") == (500, b"")
+        assert (await _get(f"{address}/livez"))[0] == 503
+    assert "GET /metrics failed: TypeError: at line 7" in caplog.text
+
+
+@pytest.mark.parametrize("request_", [b"GET /metr", b"GET /metrics HTTP/1.1\r\n\r\n"], ids=["asks", "reads"])
+async def test_who_is_slow_is_hung_up_on(request_: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def much(_accept: str) -> tuple[bytes, str] | None:
+        return b"x" * 50_000_000, "text/plain"
+
+    def served() -> bool:
+        return any("answer" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    monkeypatch.setattr(relay_command, "EXCHANGE_SECONDS", 0.2)
+    async with _answering(Relay(MemoryStore(), {}), much, "127.0.0.1", 0) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(address).port)
+        writer.write(request_)
+        await soon(served)
+        await soon(lambda: not served(), seconds=4)
+        read = 0
+        with suppress(ConnectionResetError):
+            while chunk := await reader.read(1_000_000):
+                read += len(chunk)
+        assert read < 50_000_000
+        writer.close()
+
+
+async def test_an_address_of_ipv6() -> None:
+    host, port = _parse_address(None, None, "[::1]:0") or ("", 1)  # type: ignore[arg-type]
+    assert (host, port) == ("::1", 0)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    async with _answering(Relay(MemoryStore(), {}), _no_metrics, host, port) as address:
+        assert address.startswith("http://[::1]:")
+        assert (await _get(f"{address}/livez"))[0] == 503
+
+
 def test_the_http_endpoint_of_a_process(sqlite: Town) -> None:
     relay = sqlite.start("shop:box", "--http", "0")
     address = first_answer(relay)["http"]
@@ -462,6 +525,11 @@ def test_shards_that_are_none(shards: str, capsys: pytest.CaptureFixture[str]) -
 def test_an_http_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["relay", "--http", address]) == Exit.USAGE
     assert "write 9464, or 0.0.0.0:9464" in capsys.readouterr().err
+
+
+def test_a_drain_serves_no_http(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", "--drain", "--http", "0"]) == Exit.USAGE
+    assert "choose one" in capsys.readouterr().err
 
 
 def test_a_port_that_is_in_use(sqlite: Town) -> None:

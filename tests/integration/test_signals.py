@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
@@ -23,6 +23,7 @@ from pillarbox import CommitOutcomeUnknown, Pillarbox, RetryPolicy, Route, event
 from pillarbox.otel import OtelSignals
 from pillarbox.prometheus import PrometheusSignals
 from pillarbox.stores.inspection import backlog
+from pillarbox.stores.tables import outbox
 from pillarbox.telemetry import Observer
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -89,6 +90,22 @@ class TestWriting:
         assert value(metrics, "outbox_new_total", route="orders") == 1
         assert value(metrics, "outbox_commit_duration_seconds_count") == 1
 
+    async def test_a_session_in_a_transaction_of_somebody_else_has_not_committed(
+        self, sqlite_database: Database
+    ) -> None:
+        metrics = PrometheusSignals()
+        async with box_with(sqlite_database.url(), metrics) as box:
+            await set_up(box)
+            plain = create_engine(sqlite_database.url("pysqlite"))
+            maker = box.bind(sessionmaker(plain))
+            with plain.connect() as connection, connection.begin() as theirs:
+                with maker(bind=connection) as session, session.begin():
+                    session.add(Order.place())
+                theirs.rollback()
+            plain.dispose()
+        assert value(metrics, "outbox_commit_duration_seconds_count") == 0
+        assert value(metrics, "outbox_new_total", route="orders") is None
+
     async def test_h10_a_commit_without_an_answer_is_counted(self, fresh_database: FreshDatabase) -> None:
         database = fresh_database("system")
         metrics = PrometheusSignals()
@@ -127,6 +144,27 @@ class TestBacklog:
             assert 'outbox_pending_count{route="orders"} 1.0' in lines
             assert 'outbox_max_delivery_attempts{route="orders"} 1.0' in lines
             assert 'outbox_lanes_unowned{route="orders"} 16.0' in lines
+
+    async def test_i11_what_is_pending_has_an_age_although_its_first_is_sent_meanwhile(
+        self, postgres_database: Database
+    ) -> None:
+        other = create_engine(postgres_database.url("psycopg"))
+
+        def send_all(_connection: Any, _cursor: Any, statement: str, *_rest: object) -> None:
+            if outbox.name in statement:
+                with other.begin() as connection:
+                    connection.execute(update(outbox).values(status="SENT"))
+
+        async with box_with(postgres_database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                uow.add(Order.place())
+            event.listen(box.engine.sync_engine, "after_cursor_execute", send_all)
+            pending, _, oldest, _ = await self.asked(box)
+            assert pending == 1
+            assert oldest > 0
+            assert await self.asked(box) == (0, 0, 0.0, 16)
+        other.dispose()
 
     @staticmethod
     async def asked(box: Pillarbox) -> tuple[int, int, float, int]:

@@ -27,12 +27,41 @@ async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) 
     await engine.dispose()
 
 
-async def test_an_error_is_one_of_sqlalchemy_and_the_connection_goes_on(engine: AsyncEngine) -> None:
+async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: AsyncEngine) -> None:
     before = await _backend(engine)
-    with pytest.raises(ProgrammingError, match="nowhere") as failed:
+    with pytest.raises(ProgrammingError, match="nowhere"):
         await QueueStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
-    assert not failed.value.connection_invalidated
-    assert await _backend(engine) == before
+    assert await _backend(engine) != before
+
+
+async def test_a_changed_table_is_an_error_once(engine: AsyncEngine) -> None:
+    """A prepared statement knows the types of before."""
+    store, look = QueueStore(engine), DirectStatement(text("SELECT * FROM shifting"))
+    async with engine.begin() as connection:
+        await connection.execute(text("CREATE TABLE shifting AS SELECT 1 AS it"))
+    for _ in range(8):  # psycopg prepares what it has seen often
+        await store.each_alone(look.fetch, {})
+    other = create_async_engine(engine.url)
+    async with other.begin() as connection:
+        await connection.execute(text("ALTER TABLE shifting ALTER it TYPE text"))
+    await other.dispose()
+    with pytest.raises(DBAPIError, match="cached"):
+        await store.each_alone(look.fetch, {})
+    assert [[*row] for row in await store.each_alone(look.fetch, {})] == [["1"]]
+
+
+async def test_nothing_is_written_into_a_transaction_that_its_owner_has_given_up(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+    async with engine.connect() as connection:
+        async with connection.begin() as transaction:
+            await transaction.rollback()
+        await connection.run_sync(QueueStore(engine).append, [delivery("ghost")])
+        assert connection.in_transaction()  # of SQLAlchemy's knowledge, so that nobody else commits it
+        await connection.rollback()
+    async with engine.connect() as connection:
+        assert (await connection.execute(select(func.count()).select_from(outbox))).scalar_one() == 0
 
 
 async def test_whoever_watches_the_engine_sees_what_a_transaction_writes(engine: AsyncEngine) -> None:

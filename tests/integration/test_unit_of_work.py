@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import ForeignKey, String, create_engine, func, inspect, select, text, update
 from sqlalchemy import event as sqlalchemy_events
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import IllegalStateChangeError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Mapped, Session, mapped_column, selectinload, sessionmaker
 
@@ -24,6 +24,7 @@ from pillarbox import (
     EventPublisher,
     Pillarbox,
     Route,
+    UnitOfWork,
     event_context,
 )
 from pillarbox.errors import (
@@ -553,6 +554,27 @@ class TestNesting:
 
 
 class TestSharing:
+    @pytest.mark.filterwarnings("ignore:Usage of the")
+    async def test_h22_tasks_that_share_a_session_leave_its_connection_clean(self, box: Pillarbox) -> None:
+        async def work(uow: UnitOfWork) -> None:
+            uow.add(Order.place())
+            await uow.flush()
+
+        for _ in range(10):
+            with pytest.raises(SessionSharedError):
+                async with box.unit_of_work() as uow:
+                    await asyncio.gather(*(work(uow) for _ in range(3)))
+        with pytest.raises((SessionSharedError, IllegalStateChangeError)):
+            async with box.unit_of_work() as uow:
+                forgotten = asyncio.create_task(work(uow))
+                await asyncio.sleep(0)  # it has begun
+        forgotten.cancel()
+        await asyncio.wait([forgotten])
+        assert box.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+        async with box.unit_of_work() as uow:
+            await work(uow)
+        assert len(await written(box.engine)) == 1
+
     async def test_h22_two_tasks_in_one_session_at_once_are_refused(self, one_box: Pillarbox) -> None:
         async with one_box.unit_of_work() as uow:
             results = await asyncio.gather(

@@ -80,9 +80,16 @@ class Stream:
         self.arrived += more
         return more
 
-    def has_all(self) -> bool:
-        self.look()
-        return len({arrival.event_id for arrival in self.arrived}) >= self.committed
+    async def arrival_of_all(self) -> None:
+        """Wait until as many events have arrived as are committed now."""
+        committed = self.committed
+
+        def arrived() -> bool:
+            self.look()
+            return len({arrival.event_id for arrival in self.arrived}) >= committed
+
+        async with asyncio.timeout(PATIENCE):
+            await until(arrived)
 
 
 def shard_of(arrival: Arrival) -> int:
@@ -127,15 +134,17 @@ def resident_kilobytes(slot: Slot) -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
 
 
-async def outage(engine: AsyncEngine, stream: Stream, processes: Processes, seconds: float) -> dict[str, Any]:
-    await until(stream.has_all)
+async def outage(
+    engine: AsyncEngine, stream: Stream, writing: asyncio.Future[None], processes: Processes, seconds: float
+) -> dict[str, Any]:
+    await stream.arrival_of_all()
     before = max(map(resident_kilobytes, processes.slots))
     async with processes.without_sink():
         await asyncio.sleep(seconds)
         during = max(map(resident_kilobytes, processes.slots))
     stream.stopped = True
-    async with asyncio.timeout(PATIENCE):
-        await until(stream.has_all)
+    await writing
+    await stream.arrival_of_all()
     async with engine.connect() as connection:
         burnt = await connection.execute(sa.select(sa.func.count()).where(outbox.c.attempts > 0))
     return {
@@ -166,8 +175,7 @@ async def prove(url: str, folder: Path, *, lease: float, seconds: float) -> dict
             await shared_equally(engine, 2)
             stopped = await standstill(engine, stream, other, other.child.stop)
             processes.slots.remove(other)
-            cost = await outage(engine, stream, processes, seconds)
-            await writing
+            cost = await outage(engine, stream, writing, processes, seconds)
             await processes.stop()
             stream.look()
         async with engine.connect() as connection:

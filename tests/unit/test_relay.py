@@ -598,10 +598,10 @@ class TestTrouble:
         world = World()
         relay = world.relay()
 
-        async def die() -> None:
+        async def die(_over: asyncio.Event) -> None:
             raise ZeroDivisionError
 
-        relay._keep_looking = die  # type: ignore[method-assign]
+        relay._keep_looking = die  # type: ignore[assignment,method-assign]
         with pytest.raises(ZeroDivisionError):
             await relay.run()
         assert owners(world) == {}

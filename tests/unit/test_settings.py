@@ -202,7 +202,12 @@ def test_every_mistake_has_a_line_of_its_own(write: Write, monkeypatch: pytest.M
         ("SHARDS", "4097", "less than or equal to 4096; it is '4097'"),
         ("SHARDS", "many", "valid integer"),
         ("SHARDS__MAX", "1", "no such setting; did you mean PILLARBOX_SHARDS?"),
-        ("SERVICE", "shop", "no such setting; did you mean PILLARBOX_SERVICE__NAME?"),
+        ("SERVICE", "shop", "no such setting; write PILLARBOX_SERVICE__NAME or PILLARBOX_SERVICE__VERSION"),
+        ("RELAY", '{"lease": 3}', "no such setting; write PILLARBOX_RELAY__LEASE or PILLARBOX_RELAY__BATCH or"),
+        ("TRANSPORTS", '{"sink": 3}', "transports.sink (from PILLARBOX_TRANSPORTS): should be a valid string"),
+        ("TRANSPORTS", "[]", "transports (from PILLARBOX_TRANSPORTS): should be a valid dictionary"),
+        ("TRANSPORTS", '{"sink": ', """is no JSON; write PILLARBOX_TRANSPORTS='{"broker": "logging:"}'"""),
+        ("TRANSPORTS", "sink", "transports (from PILLARBOX_TRANSPORTS): is no JSON; write"),
         ("SERVICE__NAME__FIRST", "shop", "valid string"),
     ],
 )
@@ -211,6 +216,23 @@ def test_variables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, v
     (line,) = mistakes()
     assert f"PILLARBOX_{name}" in line
     assert what in line
+
+
+def test_a_variable_without_json_does_not_hide_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILLARBOX_TRANSPORTS", "amqp://app:geheim@broker")
+    monkeypatch.setenv("PILLARBOX_SHRADS", "4")
+    lines = mistakes()
+    assert [line.partition(" ")[0] for line in lines] == ["PILLARBOX_SHRADS:", "transports"]
+    assert "geheim" not in "".join(lines)
+
+
+def test_the_file_and_the_variable_may_each_bring_transports(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("transports: {one: 1}")
+    monkeypatch.setenv("PILLARBOX_TRANSPORTS", '{"other": 2}')
+    assert sorted(line.partition(":")[0] for line in mistakes()) == [
+        "transports.one (from pillarbox.yaml)",
+        "transports.other (from PILLARBOX_TRANSPORTS)",
+    ]
 
 
 @pytest.mark.parametrize(

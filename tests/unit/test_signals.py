@@ -21,12 +21,14 @@ from prometheus_client import CollectorRegistry
 
 from pillarbox import clock, telemetry
 from pillarbox.errors import ConfigurationError
+from pillarbox.gauges import ANSWER_SECONDS, FAILURE_SECONDS, Gauges
 from pillarbox.outbox import Status
 from pillarbox.prometheus import OTHER, PrometheusSignals
+from pillarbox.relay import Relay
 from pillarbox.report import _ages
 from pillarbox.telemetry import METRICS, Activity, JsonFormatter, LogEvent, Metric, Observer, Sample, Signals
 from pillarbox.transport import Message, Outcome, Verdict
-from tests.relays import TOPIC, Broker, World, freeze, in_virtual_time, running, until
+from tests.relays import TOPIC, Broker, Line, World, freeze, in_virtual_time, running, until
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "pillarbox"
@@ -124,6 +126,44 @@ class TestNoLie:
             shown = {sample.metric: sample.value for sample in relay.samples()}
         assert (shown[telemetry.LANES_HELD], shown[telemetry.LANES_STOPPED]) == (4, 1)
         assert 0 <= shown[telemetry.CYCLE_AGE] < 6
+        assert list(relay.samples()) == []
+
+    @in_virtual_time
+    async def test_a_relay_that_has_drained_is_not_shown(self) -> None:
+        world = World()
+        relay = world.relay()
+        await relay.drain()
+        assert list(relay.samples()) == []
+
+    @in_virtual_time
+    async def test_the_age_counts_from_the_beginning_while_the_outbox_was_never_reached(self) -> None:
+        line = Line(World().store)
+        line.fail(OSError("away"))
+        relay = Relay(line, {})
+        async with running(relay):
+            await asyncio.sleep(60)
+            (shown,) = relay.samples()
+            assert shown.metric is telemetry.CYCLE_AGE
+            assert shown.value == pytest.approx(60, abs=1)
+            line.mend()
+            await until(lambda: relay.healthy)
+            (shown,) = relay.samples()
+            assert shown.value < 6
+
+    @in_virtual_time
+    async def test_after_a_failure_the_backlog_is_asked_for_again_soon(self) -> None:
+        gauges, asked = Gauges(lambda: None, list), list[float]()
+
+        async def hang() -> list[Sample]:
+            asked.append(clock.current().monotonic())
+            await asyncio.sleep(1000)
+            return []
+
+        gauges._ask = hang  # type: ignore[method-assign]
+        await gauges.asked()
+        await asyncio.sleep(FAILURE_SECONDS + 0.1)
+        await gauges.asked()
+        assert asked[1] - asked[0] == pytest.approx(ANSWER_SECONDS + FAILURE_SECONDS, abs=1)
 
     @in_virtual_time
     async def test_counters_are_there_before_they_rise(self) -> None:
@@ -285,6 +325,43 @@ class TestObservers:
         drain()
         assert [record.message for record in caplog.records] == ["Broken fails, and what it misses is lost"]
 
+    def test_one_that_fails_to_watch_does_no_harm(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Blind(Observer):
+            def watch(self, _source: object) -> None:
+                raise RuntimeError("blind")
+
+        seen = list[object]()
+
+        class Seeing(Observer):
+            def watch(self, source: object) -> None:
+                seen.append(source)
+
+        signals, source = Signals([Blind(), Seeing()]), Gauges(lambda: None, list)
+        signals.watch(source)
+        signals.add(Blind())
+        assert seen == [source]
+        assert [record.message for record in caplog.records] == ["Blind fails, and what it misses is lost"] * 2
+
+    def test_an_error_that_is_being_handled_outside_is_none_of_ours(self) -> None:
+        ends = list[object]()
+
+        class Watching(Observer):
+            @contextmanager
+            def during(self, _activity: Activity) -> Iterator[None]:
+                try:
+                    yield
+                except BaseException as error:
+                    ends.append(error)
+                    raise
+                ends.append("well")
+
+        try:
+            [].pop()
+        except IndexError:
+            with Signals([Watching()]).during(Activity(telemetry.APPEND, "", {}, [])):
+                pass
+        assert ends == ["well"]
+
     def test_errors_of_what_is_observed_pass_through(self) -> None:
         with pytest.raises(KeyError), Signals([PrometheusSignals()]).during(Activity(telemetry.SEND, "", {}, [])):
             raise KeyError
@@ -375,6 +452,14 @@ class TestList:
         listed = (*METRICS, *telemetry.SPANS, *telemetry.LOG_EVENTS)
         constants = {name for name, it in vars(telemetry).items() if any(it is each for each in listed)}
         assert constants - used == {"SEND_ONE"}  # a part of SEND
+
+    def test_s38_only_log_lines_of_single_deliveries_name_aggregates(self) -> None:
+        """As the page promises."""
+        assert {each.name for each in telemetry.LOG_EVENTS if "aggregate_id" in each.fields} == {
+            "delivery.rejected",
+            "delivery.dead",
+        }
+        assert not [name for span in telemetry.SPANS for name in span.attributes if "aggregate" in name]
 
     def test_s38_no_label_can_be_without_bounds(self) -> None:
         assert {label for metric in METRICS for label in metric.labels} == {"route", "destination", "verdict"}

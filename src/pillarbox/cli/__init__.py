@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from ..errors import ConfigurationError, EmbeddedServerError, NotMigratedError, PillarboxError
-from .output import CommandError, Exit, complain
+from .output import CommandError, Exit, complain, unwritable
 
 _COMMANDS = {
     "config": "Show the settings and where they come from.",
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         return code if isinstance(code, int) else Exit.FINE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "pillarbox"
-        complain(f"{' '.join(error.format_message().split())} See `{path} --help`.")
+        complain(f"{_message(error)} See `{path} --help`.")
         return Exit.USAGE
     except (CommandError, PillarboxError) as error:
         complain(str(error))
@@ -82,9 +82,20 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return Exit.INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and traceback.extract_tb(error.__traceback__)[-1].name == "echo":
+            complain(str(unwritable(error)))  # click's own: --help and --version
+            return Exit.PROBLEM
         complain("".join(f"  {line}\n" for line in "".join(traceback.format_exception(error)).splitlines()))
         complain("this is a bug in pillarbox: please report it, with the lines above")
         return Exit.INTERNAL
+
+
+def _message(error: click.UsageError) -> str:
+    if isinstance(error, click.NoSuchOption) and error.ctx and isinstance(error.ctx.command, click.Group):
+        # What click would suggest is one of the few options that stand here.
+        said = f"No such option {error.option_name!r} before the command."
+        return f"{said} Options come after it, as in `pillarbox outbox list --json`."
+    return " ".join(error.format_message().split())
 
 
 def _code(error: CommandError | PillarboxError) -> Exit:

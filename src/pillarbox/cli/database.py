@@ -76,6 +76,13 @@ async def opened(
     async with AsyncExitStack() as stack:
         url = await _url(settings, embedded, stack)
         file = _sqlite_file(url)
+        source = settings.origins()["database_url"]
+        if file is not None and not file.parent.is_dir():
+            raise CommandError(
+                f"the folder {file.parent} for the SQLite file {file.name} does not exist: make it, or correct "
+                f"database_url (from {source})",
+                Exit.UNREACHABLE,
+            )
         if file is not None and not create and not file.exists():
             # Connecting would create it, and a typing error in its name would look like an empty outbox.
             raise NotMigratedError(
@@ -91,7 +98,6 @@ async def opened(
             async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
                 pass
         except Exception as error:  # drivers have errors of their own for what goes wrong before the first statement
-            source = settings.origins()["database_url"]
             remedy = f"see that the server runs and that database_url (from {source}) is right"
             raise CommandError(f"cannot reach {where}: {reason(error)}; {remedy}", Exit.UNREACHABLE) from error
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 
 import click
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from ..errors import NotMigratedError, StoreError
 from ..outbox import Status
@@ -18,6 +18,7 @@ from ..settings import Settings, masked
 from ..stores import inspection
 from ..stores.inspection import Group, LaneState, RelayState
 from ..stores.schema import check_schema, schema_version
+from ..stores.tables import meta
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, age, emit, number, options, plain
 
@@ -75,12 +76,12 @@ def _described(check: Check) -> str:
 async def _examine(settings: Settings) -> list[Check]:
     try:
         async with opened(settings) as engine, engine.connect() as connection:
-            return await connection.run_sync(lambda it: list(_checks(it)))
+            return await connection.run_sync(lambda it: list(_checks(it, settings)))
     except (CommandError, StoreError) as error:
         return [Check("database", State.PROBLEM, str(error))]
 
 
-def _checks(connection: Connection) -> Iterator[Check]:
+def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield Check("database", State.OK, f"{masked(connection.engine.url)} answers")
     yield _version(connection)
     yield from _durability(connection)
@@ -91,6 +92,7 @@ def _checks(connection: Connection) -> Iterator[Check]:
         yield Check("schema", State.PROBLEM, str(error))
         return
     yield Check("schema", State.OK, f"version {schema_version(connection)}")
+    yield from _shards(connection, settings)
     yield from _ids(connection)
     relays, lanes = inspection.live_relays(connection), inspection.lane_states(connection)
     groups = inspection.statistics(connection)
@@ -127,6 +129,16 @@ def _encoding(connection: Connection) -> Iterator[Check]:
         else:
             remedy = f"keys, tenants and names need {wanted}: use a database, and a connection, with that encoding"
             yield Check("encoding", State.PROBLEM, f"{name} is {value}", remedy)
+
+
+def _shards(connection: Connection, settings: Settings) -> Iterator[Check]:
+    shards: int = connection.execute(select(meta.c.shards)).scalar_one()
+    if settings.shards in (None, shards):
+        yield Check("shards", State.OK, f"there are {shards}")
+    else:
+        what = f"shards (from {settings.origins()['shards']}) is {settings.shards}, and the database has {shards}"
+        remedy = f"the first migration has fixed it, and the next one would refuse: say {shards}, or take it out"
+        yield Check("shards", State.PROBLEM, what, remedy)
 
 
 def _ids(connection: Connection) -> Iterator[Check]:
@@ -226,7 +238,7 @@ def _failures(groups: list[Group]) -> Iterator[Check]:
     for group in failed:
         state = State.PROBLEM if group.status is Status.FAILED else State.WARNING
         what = f"{number(group.count, 'delivery')} of route {group.route!r} {group.status}"
-        remedy = f"see `pillarbox outbox list --status {group.status}` and their last_error"
+        remedy = f"see `pillarbox outbox list --status {group.status}`, and for each `pillarbox why EVENT_ID`"
         if group.status is Status.FAILED:
             remedy += "; then redrive, edit or discard them"
         yield Check("failures", state, what, remedy)

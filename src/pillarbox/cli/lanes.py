@@ -15,7 +15,21 @@ from ..stores.inspection import LaneState
 from ..stores.operations import Author, Change, Handle, Lanes, Tenant
 from .database import ask, load_settings, run
 from .outbox import change as changed
-from .output import CommandError, Exit, age, check_text, confirm, confirmed, emit, number, options, plain, signed, table
+from .output import (
+    CommandError,
+    Exit,
+    Number,
+    age,
+    check_text,
+    confirm,
+    confirmed,
+    emit,
+    number,
+    options,
+    plain,
+    signed,
+    table,
+)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -89,9 +103,7 @@ def resume(config: Path | None, as_json: bool, **given: Any) -> None:
 
 @command.command()
 @_target
-@click.option(
-    "--per-second", type=click.FloatRange(0, min_open=True), metavar="N", help="Messages per second, for each lane."
-)
+@click.option("--per-second", type=Number(0, min_open=True), metavar="N", help="Messages per second, for each lane.")
 @click.option("--none", "unlimited", is_flag=True, help="Lift the limit.")
 @signed
 @options

@@ -37,6 +37,8 @@ from .database import ask, load_settings, opened, run
 from .output import (
     CommandError,
     Exit,
+    Number,
+    Whole,
     age,
     check_text,
     confirm,
@@ -95,8 +97,8 @@ def _filters(command: _Command) -> _Command:
 @command.command("list")
 @click.option("--status", type=click.Choice([each.value for each in Status]))
 @_filters
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--after", type=click.IntRange(0), metavar="ID", default=0, help="Begin after this id.")
+@click.option("--limit", type=Whole(1, 10_000), metavar="N", default=50, show_default=True)
+@click.option("--after", type=Whole(0), metavar="ID", default=0, help="Begin after this id.")
 @options
 def list_deliveries(
     config: Path | None, as_json: bool, *, limit: int, after: int, status: str | None, **filters: Any
@@ -152,7 +154,7 @@ def stats(config: Path | None, as_json: bool) -> None:
 
 @command.command()
 @click.option("--event", type=click.UUID, metavar="EVENT_ID", help="Only what names this event.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--limit", type=Whole(1, 10_000), metavar="N", default=50, show_default=True)
 @click.option("--payload", is_flag=True, help="Show bodies that were replaced, too. They may hold personal data.")
 @options
 def audit(config: Path | None, as_json: bool, event: UUID | None, limit: int, payload: bool) -> None:
@@ -202,8 +204,8 @@ def _selecting(action: Action) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         for option in (
             signed,
-            click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N per second."),
-            click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N in all, oldest first."),
+            click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second."),
+            click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first."),
             click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
             click.option("--older-than", metavar="TIME", callback=_duration, help="Age: 90s, 15min, 2h, 7d."),
             _filters,

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
@@ -41,6 +42,18 @@ class CommandError(Exception):
     def __init__(self, message: str, code: Exit) -> None:
         super().__init__(message)
         self.code = code
+
+
+class Whole(click.IntRange):
+    """A whole number within bounds, by a name that people use."""
+
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """A number within bounds, by a name that people use."""
+
+    name = "number"
 
 
 def options(command: _Command) -> _Command:
@@ -100,8 +113,21 @@ def _check_name(context: click.Context, parameter: click.Parameter, name: str) -
 
 def emit(value: object, text: str, *, as_json: bool) -> None:
     """Print the result: ``value`` for machines or ``text`` for people."""
-    # Escaped to ASCII, so JSON is harmless on a terminal, too.
-    click.echo(json.dumps(value, indent=2, default=_jsonable) if as_json else text)
+    try:
+        # Escaped to ASCII, so JSON is harmless on a terminal, too.
+        click.echo(json.dumps(value, indent=2, default=_jsonable) if as_json else text)
+    except BrokenPipeError:
+        raise  # who reads has seen enough: click knows what to do
+    except OSError as error:
+        raise unwritable(error) from error
+
+
+def unwritable(error: OSError) -> CommandError:
+    """What to end with if standard output takes nothing, as on a full disk."""
+    # What is left in the buffer would fail once more when the interpreter ends.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CommandError(f"cannot write to standard output: {error.strerror}; see where it goes", Exit.PROBLEM)
 
 
 def complain(message: str) -> None:

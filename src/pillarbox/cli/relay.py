@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 import traceback
@@ -18,6 +19,7 @@ from sqlalchemy import select
 
 from ..app import Pillarbox
 from ..errors import MissingExtraError
+from ..redaction import redacted
 from ..relay import Relay
 from ..settings import Settings
 from ..stores.schema import check_schema
@@ -26,8 +28,13 @@ from ..transports import connect
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, emit, options
 
+logger = logging.getLogger("pillarbox")
+
 Render = Callable[[str], Awaitable[tuple[bytes, str] | None]]
 """Metrics for whoever accepts these formats: a body and its content type."""
+
+EXCHANGE_SECONDS = 10.0
+"""How long a request over HTTP may take, from its first byte to the last of the answer."""
 
 
 def _parse_shards(_context: click.Context, _parameter: click.Parameter, given: str | None) -> frozenset[int] | None:
@@ -48,6 +55,8 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
     host, _, port = given.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) <= 65_535:
         raise click.BadParameter(f"{given!r} is no address: write 9464, or 0.0.0.0:9464.")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     return host or "127.0.0.1", int(port)
 
 
@@ -59,7 +68,7 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
     "--http",
     metavar="[HOST:]PORT",
     callback=_parse_address,
-    help="Answer GET /livez, /readyz and /metrics there; loopback by default.",
+    help="Answer GET /livez, /readyz and /metrics there, while it runs; loopback by default.",
 )
 @click.option("--drain", is_flag=True, help="Send what can be sent now, and exit.")
 @options
@@ -78,6 +87,8 @@ def command(
     It serves the transports of the settings; with MODULE:BOX those of a Pillarbox in your code, and its handlers, too.
     SIGTERM and SIGINT let it finish and release its lanes; a second one ends it at once, which loses nothing.
     """
+    if drain and http is not None:
+        raise click.UsageError("--http is for a relay that runs on, and --drain for one that exits: choose one.")
     settings = load_settings(config)
 
     async def work() -> None:
@@ -210,39 +221,55 @@ async def _answering(relay: Relay, metrics: Render, host: str, port: int) -> Asy
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(5):
-                request = (await reader.readline()).split(b" ")
-                accept = ""
-                while (line := await reader.readline()) not in (b"\r\n", b"\n", b""):
-                    name, _, value = line.partition(b":")
-                    if name.lower() == b"accept":
-                        accept = value.strip().decode("latin-1")
-            path = request[1] if len(request) == 3 and request[0] == b"GET" else b""
-            status, kind, body = await _answer(relay, metrics, path.partition(b"?")[0].decode("latin-1"), accept)
-            head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-            await writer.drain()
-        except (OSError, TimeoutError, ValueError):
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                await exchange(reader, writer)
+        except TimeoutError:
+            writer.transport.abort()  # to close it would wait for whoever does not read
+        except (OSError, ValueError):
             pass  # whoever asked has gone, or is no HTTP client
         finally:
             writer.close()
 
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = (await reader.readline()).split(b" ")
+        accept = ""
+        while (line := await reader.readline()) not in (b"\r\n", b"\n", b""):
+            name, _, value = line.partition(b":")
+            if name.lower() == b"accept":
+                accept = value.strip().decode("latin-1")
+        path = request[1].partition(b"?")[0] if len(request) == 3 and request[0] == b"GET" else b""
+        try:
+            status, kind, body = await _answer(relay, metrics, path.decode("latin-1"), accept)
+        except Exception as error:  # a format that nobody has, or a collector of yours
+            logger.warning("GET %s failed: %s", path.decode("latin-1"), redacted(f"{type(error).__name__}: {error}"))
+            status, kind, body = "500 Internal Server Error", "text/plain", b""
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        writer.close()
+        await writer.wait_closed()
+
     try:
         server = await asyncio.start_server(answer, host, port, limit=8_192)
     except OSError as error:
-        raise CommandError(f"cannot listen on {host}:{port}: {error.strerror}", Exit.USAGE) from error
+        raise CommandError(f"cannot listen on {_location(host, port)}: {error.strerror}", Exit.USAGE) from error
     async with server:
         bound = server.sockets[0].getsockname()
-        yield f"http://{bound[0]}:{bound[1]}"
+        yield f"http://{_location(bound[0], bound[1])}"
+
+
+def _location(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _answer(relay: Relay, metrics: Render, path: str, accept: str) -> tuple[str, str, bytes]:
     """Status, content type and body. 200 while the relay sees to its leases, 503 when it does not: ready if it does so
-    with success, alive if it tries.
+    with success, alive if it tries. Of lanes in trouble only the names are told: the words of a transport may hold
+    addresses.
     """
     if path in ("/livez", "/readyz"):
         well = relay.alive if path == "/livez" else relay.healthy
-        body = json.dumps(relay.status()).encode()
+        status = relay.status()
+        body = json.dumps(status | {"troubles": sorted(status["troubles"])}).encode()
         return "200 OK" if well else "503 Service Unavailable", "application/json", body
     if path == "/metrics":
         shown = await metrics(accept)

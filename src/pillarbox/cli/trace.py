@@ -92,7 +92,7 @@ def _steps(delivery: Details) -> Iterator[Step]:
         with suppress(ValueError):  # a header, and people edit headers
             yield step(datetime.fromisoformat(delivery.occurred_at), RAISED, delivery.event_type)
     yield step(delivery.created_at, "written", f"row {delivery.id}, shard {delivery.shard}, key {delivery.key}")
-    if delivery.attempts or delivery.last_error:
+    if delivery.attempts:  # a redrive forgets them, and keeps the last error
         yield step(None, f"refused {number(delivery.attempts, 'time')}", delivery.last_error)
     batch = (
         f"batch {delivery.batch}" if delivery.number is None else f"batch {delivery.batch}, number {delivery.number}"

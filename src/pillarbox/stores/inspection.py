@@ -48,6 +48,8 @@ TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0
 
 _WAITING = (Status.PENDING, Status.RETRYING)
 _AFTER_FAILURE = (Status.RETRYING, Status.PARKED, Status.FAILED)
+_YOUNGEST = 0.001
+"""What waits is at least so many seconds old, whatever clocks say: 0 means that nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ class Backlog:
 
 
 def backlog(connection: Connection) -> list[Backlog]:
-    """What each route has to send. Reads only the index of what is not sent, and one row per route."""
+    """What each route has to send. Reads only the index of what is not sent, and the first row of each lane."""
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
     unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
     owned = select(routes.c.id, routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id)
@@ -277,20 +279,19 @@ def backlog(connection: Connection) -> list[Backlog]:
         route: (name, count) for route, name, count in connection.execute(owned.group_by(routes.c.id, routes.c.name))
     }
     counted = union_all(*map(_counted, (Status.PENDING, *_AFTER_FAILURE)))
-    pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, int, str]]()
-    for route, shard, status, count, lowest in connection.execute(counted):
+    pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, datetime]]()
+    for route, status, count, lowest, written_at in connection.execute(counted):
         counts = failed if status == Status.FAILED else pending
         counts[route] = counts.get(route, 0) + count
         if counts is pending:
-            first[route] = min(first.get(route, (lowest, shard, status)), (lowest, shard, status))
-    since = _written_at(connection, first)
+            first[route] = min(first.get(route, (lowest, written_at)), (lowest, written_at))
     now = database_time(connection)
     return [
         Backlog(
             name,
             pending.get(route, 0),
             failed.get(route, 0),
-            max(0.0, (now - since[route]).total_seconds()) if route in since else 0.0,
+            max(_YOUNGEST, (now - first[route][1]).total_seconds()) if route in first else 0.0,
             count,
         )
         for route, (name, count) in known.items()
@@ -298,27 +299,30 @@ def backlog(connection: Connection) -> list[Backlog]:
 
 
 def _counted(status: Status) -> Select[Any]:
-    """Per lane, so that every database finds them by its index, and none reads what was sent."""
+    """Per lane, so that every database finds them by its index, and none reads what was sent. When the first was
+    written is asked in the same statement: by the next one it may have been sent.
+    """
     found = outbox.c.status == literal_column(f"'{status}'")
     same_lane = and_(outbox.c.route == lanes.c.route, outbox.c.shard == lanes.c.shard)
-    return (
-        select(lanes.c.route, lanes.c.shard, literal_column(f"'{status}'"), func.count(), func.min(outbox.c.id))
+    counted = (
+        select(lanes.c.route, lanes.c.shard, func.count().label("amount"), func.min(outbox.c.id).label("first"))
         .select_from(lanes)
         .join(outbox, and_(same_lane, found, UNSENT))
         .group_by(lanes.c.route, lanes.c.shard)
+        .subquery()
     )
-
-
-def _written_at(connection: Connection, rows: Mapping[int, tuple[int, int, str]]) -> dict[int, datetime]:
-    """When the row of each route was written. Only with its lane and status is it found without reading all of them."""
-    if not rows:
-        return {}
-    each = (
-        and_(outbox.c.route == route, outbox.c.shard == shard, outbox.c.status == status, outbox.c.id == lowest, UNSENT)
-        for route, (lowest, shard, status) in rows.items()
+    # Only with its lane and status is a row found by its id without reading all of them.
+    is_first = and_(
+        outbox.c.route == counted.c.route, outbox.c.shard == counted.c.shard, outbox.c.id == counted.c.first
     )
-    found = connection.execute(select(outbox.c.route, outbox.c.created_at).where(or_(*each)))
-    return {row.route: row.created_at for row in found}
+    written_at = select(outbox.c.created_at).where(is_first, found, UNSENT).correlate(counted).scalar_subquery()
+    return select(
+        counted.c.route,
+        literal_column(f"'{status}'"),
+        counted.c.amount,
+        counted.c.first,
+        written_at.label("written_at"),
+    )
 
 
 def unserved(connection: Connection) -> list[Unserved]:

@@ -31,20 +31,21 @@ class FixedStatement:
         self._processors = processors if any(processors) else None
 
     def execute(self, connection: Connection, values: Sequence[Any]) -> None:
-        """Run it. Whoever watches the engine sees it."""
+        """Run it. Whoever watches the statements of the engine sees it."""
         if self._processors is not None:
             pairs = zip(self._processors, values, strict=True)
             values = [process(value) if process else value for process, value in pairs]
         given = tuple(values) if self._names is None else dict(zip(self._names, values, strict=True))
-        if connection.dialect.name != "postgresql" or _is_watched(connection):
-            connection.exec_driver_sql(self._text, given)
-        else:
+        if connection.dialect.name == "postgresql" and _is_active(connection) and not _is_watched(connection):
             _hand_over(connection, self._text, given)
+        else:
+            connection.exec_driver_sql(self._text, given)
 
 
 class DirectStatement:
     """A statement that is handed to the driver as it is, for what a relay asks all the time. Nobody who watches the
-    engine sees it.
+    engine sees it. An error costs the connection: it may know a plan of before somebody changed the table, and would
+    fail for ever.
     """
 
     def __init__(self, statement: ClauseElement) -> None:
@@ -56,7 +57,11 @@ class DirectStatement:
         text, names, positional = self._compiled.get(connection.dialect.driver) or self._compile(connection.dialect)
         values = [parameters[name] for name in names]
         given = tuple(values) if positional else dict(zip(names, values, strict=True))
-        rows: Sequence[Any] = _hand_over(connection, text, given, lambda cursor: cursor.fetchall())
+        try:
+            rows: Sequence[Any] = _hand_over(connection, text, given, lambda cursor: cursor.fetchall())
+        except DBAPIError as error:
+            connection.invalidate(error)
+            raise
         return rows
 
     def _compile(self, dialect: Dialect) -> tuple[str, Sequence[str], bool]:
@@ -94,6 +99,12 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
         ) from error
     cursor.close()
     return found
+
+
+def _is_active(connection: Connection) -> bool:
+    """Whether what is written now belongs to a transaction that SQLAlchemy knows and has not given up."""
+    transaction = connection.get_nested_transaction() or connection.get_transaction()
+    return transaction is not None and transaction.is_active
 
 
 def _is_watched(connection: Connection) -> bool:

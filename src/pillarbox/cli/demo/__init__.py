@@ -16,11 +16,11 @@ from typing import Any
 
 import click
 
-from ..output import CommandError, Exit, emit, options, shown, table
+from ..output import CommandError, Exit, Number, emit, options, shown, table
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(0, 3600, min_open=True), default=30.0, show_default=True)
+@click.option("--seconds", type=Number(0, 3600, min_open=True), metavar="N", default=30.0, show_default=True)
 @click.option("--kill", is_flag=True, help="Kill a relay.")
 @click.option("--freeze", is_flag=True, help="Freeze a relay for longer than its lease.")
 @click.option("--stop-sink", is_flag=True, help="Stop the sink for a while.")
