@@ -327,7 +327,7 @@ class TestRelayInside:
         def dying() -> Any:
             relay = box.relay()
 
-            async def break_down() -> None:
+            async def break_down(_over: asyncio.Event) -> None:
                 raise ArithmeticError("a bug")
 
             monkeypatch.setattr(relay, "_keep_looking", break_down)

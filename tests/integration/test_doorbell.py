@@ -65,7 +65,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blind(relay: Relay) -> Relay:
     """It never looks by itself: only the bell can wake its lanes."""
-    relay._keep_looking = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    relay._keep_looking = asyncio.Event.wait  # type: ignore[method-assign, assignment]
     return relay
 
 

@@ -323,5 +323,5 @@ async def test_w7_a_commit_of_this_process_is_sent_without_waiting_for_a_look(bo
 
 
 def _without_looking(relay: Relay) -> Relay:
-    relay._keep_looking = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    relay._keep_looking = asyncio.Event.wait  # type: ignore[method-assign, assignment]
     return relay

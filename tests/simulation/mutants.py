@@ -407,8 +407,8 @@ def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I9")
 def _nobody_looks_after_the_bell_was_lost(patch: pytest.MonkeyPatch) -> None:
-    async def deaf(_self: Relay) -> None:
-        await asyncio.Event().wait()
+    async def deaf(_self: Relay, over: asyncio.Event) -> None:
+        await over.wait()
 
     patch.setattr(Relay, "_keep_looking", deaf)
 
