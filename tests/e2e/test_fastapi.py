@@ -377,18 +377,24 @@ class TestInAProcess:
 
     def test_who_hangs_up_has_ordered_nothing(self, postgres_database: Database, tmp_path: Path) -> None:
         with Service(postgres_database.url(), tmp_path) as service:
-            gone, stays = (Wish(id=uuid4(), way="well", seconds=seconds) for seconds in (0.3, 0.6))
-            body = gone.model_dump_json().encode()
-            address = httpx.URL(service.url)
-            with socket.create_connection((address.host, address.port or 0)) as connection:
-                head = "POST /notes HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            answer = httpx.post(f"{service.url}/notes", json=stays.model_dump(mode="json"))
-            assert answer.status_code == 201
-            engine = create_engine(postgres_database.url("psycopg"))
-            with engine.connect() as connection_to_look:
-                rows = connection_to_look.execute(text("SELECT id FROM prove_notes")).scalars().all()
-                events = connection_to_look.execute(text("SELECT aggregate_id FROM outbox_events")).scalars().all()
+            engine = create_engine(postgres_database.url("psycopg"), isolation_level="AUTOCOMMIT")
+            at_work = text(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                "AND state = 'idle in transaction' AND query LIKE '%INTO pillarbox_outbox%'"
+            )
+            with engine.connect() as looking:
+                body = Wish(id=uuid4(), way="until hung up", seconds=0).model_dump_json().encode()
+                address = httpx.URL(service.url)
+                with socket.create_connection((address.host, address.port or 0)) as connection:
+                    head = "POST /notes HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+                    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                    wait_until(lambda: looking.execute(at_work).scalar_one() == 1, "the note to be written")
+                wait_until(lambda: looking.execute(at_work).scalar_one() == 0, "its transaction to end")
+                stays = Wish(id=uuid4(), way="well", seconds=0)
+                answer = httpx.post(f"{service.url}/notes", json=stays.model_dump(mode="json"))
+                assert answer.status_code == 201
+                rows = looking.execute(text("SELECT id FROM prove_notes")).scalars().all()
+                events = looking.execute(text("SELECT aggregate_id FROM outbox_events")).scalars().all()
             engine.dispose()
             assert (rows, events) == ([stays.id], [str(stays.id)])
 

@@ -26,7 +26,7 @@ from uuid import UUID
 
 import httpx
 import sqlalchemy as sa
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -44,7 +44,7 @@ KILLS = 2
 PATIENCE = 60.0
 DATABASE, SINK = "PROVE_HTTP_DATABASE", "PROVE_HTTP_SINK"
 
-Way = Literal["well", "early error", "late error", "http error", "cancelled", "hang up"]
+Way = Literal["well", "early error", "late error", "http error", "cancelled", "hang up", "until hung up"]
 WAYS: Sequence[Way] = ("well", "well", "well", "early error", "late error", "http error", "cancelled", "hang up")
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def make_app() -> FastAPI:
     app.include_router(health(box))
 
     @app.post("/notes", status_code=201)
-    async def write_down(wish: Wish, uow: Annotated[UnitOfWork, unit_of_work(box)]) -> UUID:
+    async def write_down(wish: Wish, uow: Annotated[UnitOfWork, unit_of_work(box)], request: Request) -> UUID:
         if wish.way == "early error":
             raise RuntimeError("before anything was done")
         note = Note(id=wish.id)
@@ -129,6 +129,9 @@ def make_app() -> FastAPI:
         else:
             await asyncio.sleep(wish.seconds)
         await uow.flush()
+        if wish.way == "until hung up":
+            while not await request.is_disconnected():  # noqa: ASYNC110  nothing else tells
+                await asyncio.sleep(0.01)
         if wish.way == "late error":
             raise RuntimeError("after the flush")
         if wish.way == "http error":
