@@ -5,13 +5,14 @@ WORKERS ?= 2
 TESTS ?=
 PYTEST_FLAGS ?=
 LOCK_FLAGS ?=
+BENCH ?=
 SEEDS ?= 50000
 START ?= 0
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo example bench signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
+.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,8 +65,11 @@ demo: setup ## half a minute of load and faults on an embedded PostgreSQL, then 
 example: setup ## the order service of examples/orders on http://127.0.0.1:8000, on an embedded PostgreSQL
 	$(BIN)/python -m examples.orders
 
-bench: setup servers ## measure
-	$(BIN)/python bench/run.py
+bench: setup servers ## measure, in about 20 minutes (BENCH="--store queue --only drain,late" to narrow)
+	$(BIN)/python -m bench $(BENCH)
+
+bench-quick: setup servers ## the same with small sizes, in a minute
+	$(BIN)/python -m bench --quick $(BENCH)
 
 signals: setup ## write docs/reference/signals.md anew, from the list in telemetry.py
 	$(BIN)/python scripts/signals

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-
-import relay
-from sqlalchemy.ext.asyncio import create_async_engine
+from typing import Any
 
 from pillarbox import Pillarbox
 from pillarbox.prometheus import PrometheusSignals
 
-PAIRS = 21
+from .load import ROUTE, Sink, refill_and_drain
+from .servers import Bench
 
 
-async def measure(url: str) -> dict[str, object]:
+async def measure(bench: Bench) -> dict[str, float]:
     """All figures, by name."""
-    engine = create_async_engine(url)
+    events, rounds = bench.sizes.drain, bench.sizes.signal_rounds
     ratios: list[float] = []
-    sink, metrics = relay.Sink(), PrometheusSignals()
-    transports, routes = {"sink": sink}, [relay.ROUTE]
-    try:
-        async with (
-            Pillarbox(engine, transports=transports, routes=routes) as silent,
-            Pillarbox(engine, transports=transports, routes=routes, signals=[metrics]) as observed,
-        ):
-            await silent.migrate()
-            for number in range(PAIRS + 1):
-                rates: dict[Pillarbox, float] = {}
-                # Each goes first in every second pair: what comes second finds everything warm.
-                for box in (silent, observed) if number % 2 else (observed, silent):
-                    await relay.fill(box)
-                    rates[box] = await relay.drain(box, sink)
-                if number:  # the first pair warms up
-                    ratios.append(rates[observed] / rates[silent])
-    finally:
-        await engine.dispose()
-    told = metrics.registry.get_sample_value(
-        "outbox_publish_success_total", {"route": relay.ROUTE.record.name, "destination": "sink"}
-    )
-    assert told == (PAIRS + 1) * relay.EVENTS, told
+    sink, metrics = Sink(), PrometheusSignals()
+    async with (
+        bench.database() as url,
+        bench.box(url, sink) as silent,
+        bench.box(url, sink, signals=[metrics]) as observed,
+    ):
+        for number in range(rounds + 1):
+            rates: dict[Pillarbox, float] = {}
+            # Each goes first in every second pair: what comes second finds everything warm.
+            for box in (silent, observed) if number % 2 else (observed, silent):
+                rates[box] = await refill_and_drain(box, sink, events)
+            if number:  # the first pair warms up
+                ratios.append(rates[observed] / rates[silent])
+    labels = {"route": ROUTE.record.name, "destination": "sink"}
+    told = metrics.registry.get_sample_value("outbox_publish_success_total", labels)
+    assert told == (rounds + 1) * events, told
     return {"signals_ratio": statistics.median(ratios)}
 
 
-def report(results: Mapping[str, object]) -> str:
+def report(results: Mapping[str, Any]) -> str:
     """Lines for people."""
     return f"signals: drain with metrics to drain without\n  ratio              {results['signals_ratio']:10.3f}"

@@ -15,8 +15,9 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import (
@@ -40,9 +41,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.transports.memory import MemoryTransport
 
-PAYLOAD_BYTES = 300
-PAIRS = 5
-CONNECTIONS = (1, 4, 16)
+from . import stores
+from .figures import PAYLOAD_BYTES
+from .servers import Bench
 
 
 class OrderCreated(IntegrationEvent, name="bench.order.created", version=1):
@@ -150,43 +151,45 @@ async def rate(transaction: Transaction, connections: int, seconds: float, first
     return done / (time.perf_counter() - started)
 
 
-async def measure(url: str, seconds: float = 1.0) -> dict[str, float]:
-    """All figures, by name."""
-    plain_engine = create_async_engine(url, pool_size=max(CONNECTIONS) + 4, max_overflow=0)
-    engine = create_async_engine(url, pool_size=max(CONNECTIONS) + 4, max_overflow=0)
+async def measure(bench: Bench) -> dict[str, float]:
+    """All figures, by name. Those without a number of connections are those of the most."""
+    sizes = bench.sizes
+    most = max(sizes.connections)
     results: dict[str, float] = {}
-    async with Pillarbox(
-        engine,
-        transports={"broker": MemoryTransport()},
-        routes=[Route("bench.**", to="broker", topic="bench.order.events")],
-    ) as box:
-        await prepare(box)
-        for connections in CONNECTIONS:
-            results |= await pairs(variants(plain_engine, box), connections, seconds)
-    await engine.dispose()
-    await plain_engine.dispose()
-    return results
+    async with bench.database() as url:
+        plain_engine = create_async_engine(url, pool_size=most + 4, max_overflow=0)
+        engine = create_async_engine(url, pool_size=most + 4, max_overflow=0)
+        try:
+            async with Pillarbox(
+                engine,
+                transports={"broker": MemoryTransport()},
+                routes=[Route("bench.**", to="broker", topic="bench.order.events")],
+                **stores.choice(bench.store),
+            ) as box:
+                await prepare(box)
+                for connections in sizes.connections:
+                    results |= await pairs(variants(plain_engine, box), connections, sizes.slice_seconds, sizes.rounds)
+        finally:
+            await engine.dispose()
+            await plain_engine.dispose()
+    return results | {name: results[f"{name}_{most}"] for name in ("write_ratio", "write_to_hand_ratio")}
 
 
 async def prepare(box: Pillarbox) -> None:
     await box.migrate()
     async with box.engine.begin() as connection:
-        durable = [
-            (await connection.execute(text(f"SHOW {name}"))).scalar() for name in ("fsync", "synchronous_commit")
-        ]
-        assert durable == ["on", "on"], "the server must run with its default durability"
         await connection.run_sync(Base.metadata.create_all)
         await connection.run_sync(HAND.metadata.create_all)
         await connection.execute(text("CREATE INDEX ON bench_hand_outbox (id) WHERE sent_at IS NULL"))
 
 
-async def pairs(choices: dict[str, Transaction], connections: int, seconds: float) -> dict[str, float]:
-    """Every variant in turn, `PAIRS` times; ratios are medians over neighbours."""
+async def pairs(choices: dict[str, Transaction], connections: int, seconds: float, rounds: int) -> dict[str, float]:
+    """Every variant in turn, so many rounds; ratios are medians over neighbours."""
     runs: dict[str, list[float]] = {name: [] for name in choices}
     sequence = 0
     for transaction in choices.values():
         await rate(transaction, connections, seconds / 4, sequence := sequence + 1_000_000)
-    for turn in range(PAIRS):
+    for turn in range(rounds):
         names = list(choices) if turn % 2 == 0 else list(choices)[::-1]
         for name in names:
             runs[name].append(await rate(choices[name], connections, seconds, sequence := sequence + 1_000_000))
@@ -204,13 +207,14 @@ async def pairs(choices: dict[str, Transaction], connections: int, seconds: floa
     }
 
 
-def report(results: dict[str, float]) -> str:
+def report(results: Mapping[str, Any]) -> str:
     """A table: rates, then ratios. ``to hand`` is the unit of work by the hand-written variant of the same run."""
     lines = [
         "write: transactions per second, one event each",
         "connections    plain     hand      own  pillarbox   ratio  by hand  own ratio  to hand",
     ]
-    for connections in CONNECTIONS:
+    prefix = "write_ratio_"
+    for connections in sorted(int(name.removeprefix(prefix)) for name in results if name.startswith(prefix)):
         tps = [results[f"write_tps_{name}_{connections}"] for name in ("plain", "hand", "own", "pillarbox")]
         ratios = [
             results[f"write_{name}_{connections}"] for name in ("ratio", "hand_ratio", "own_ratio", "to_hand_ratio")

@@ -1,0 +1,89 @@
+"""The servers that are measured, and databases that last as long as a subject.
+
+PostgreSQL is an embedded one of its own with default durability, unless PILLARBOX_BENCH_URL names another: there
+databases are made and dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import asyncpg  # type: ignore[import-untyped]
+from sqlalchemy import make_url
+
+from pillarbox import Pillarbox
+from pillarbox.embedded import EmbeddedPostgres
+
+from .load import Sink, box_on
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a subject is given: a server, a store and how much to do."""
+
+    url: str
+    """A database of the server, not used but to make others from."""
+    folder: Path
+    sizes: Sizes
+    store: str | None = None
+    """None: the library's default."""
+
+    @asynccontextmanager
+    async def database(self) -> AsyncIterator[str]:
+        """The URL of a new database. It is dropped at the end."""
+        name = f"pillarbox_bench_{os.getpid()}_{next(_NUMBERS)}"
+        await self._execute(f"CREATE DATABASE {name}")
+        try:
+            yield make_url(self.url).set(database=name).render_as_string(hide_password=False)
+        finally:
+            await self._execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def box(self, url: str, sink: Sink, **options: Any) -> AbstractAsyncContextManager[Pillarbox]:
+        """A box with the store that is measured."""
+        return box_on(url, sink, self.store, **options)
+
+    async def check_durability(self) -> str:
+        """Refuse a server that promises less than PostgreSQL does by default; its version comes back."""
+        async with _connected(self.url) as connection:
+            for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+                if await connection.fetchval(f"SHOW {setting}") != "on":
+                    raise SystemExit(f"error: the server must run with its default durability: {setting} is off")
+            return str(await connection.fetchval("SHOW server_version"))
+
+    async def _execute(self, statement: str) -> None:
+        async with _connected(self.url) as connection:
+            await connection.execute(statement)
+
+
+_NUMBERS = count(1)
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@contextmanager
+def bench(sizes: Sizes, store: str | None) -> Iterator[Bench]:
+    """Everything that a subject needs. Nothing of it is left behind."""
+    with tempfile.TemporaryDirectory(prefix="pillarbox-bench-") as name:
+        folder = Path(name)
+        folder.chmod(0o711)  # the server may run as another user, who has to get through
+        url = os.environ.get("PILLARBOX_BENCH_URL")
+        if url is not None:
+            yield Bench(url, folder, sizes, store)
+            return
+        with EmbeddedPostgres(folder / "server", database="postgres") as server:
+            yield Bench(server.url, folder, sizes, store)
