@@ -6,13 +6,14 @@ TESTS ?=
 PYTEST_FLAGS ?=
 LOCK_FLAGS ?=
 BENCH ?=
+ROUNDS ?= 3
 SEEDS ?= 50000
 START ?= 0
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
+.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick bench-peers signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +71,9 @@ bench: setup servers ## measure, in about 20 minutes (BENCH="--store queue --onl
 
 bench-quick: setup servers ## the same with small sizes, in a minute
 	$(BIN)/python -m bench --quick $(BENCH)
+
+bench-peers: setup servers ## other libraries at the same work, in environments of their own (ROUNDS=3)
+	$(BIN)/python -m bench.peers --rounds $(ROUNDS)
 
 signals: setup ## write docs/reference/signals.md anew, from the list in telemetry.py
 	$(BIN)/python scripts/signals
