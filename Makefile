@@ -34,8 +34,8 @@ setup: .venv/.installed ## make .venv from the hash-pinned lock (PYTHON=... to c
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-servers: ## install the servers that the tests run against (root and apt-get; elsewhere: say what is missing)
-	@scripts/servers
+servers: ## install the servers that the tests run against (root and apt-get, Maven; elsewhere: say what is missing)
+	@PYTHON=$(PYTHON) scripts/servers
 
 test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) $(TESTS)

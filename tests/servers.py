@@ -31,11 +31,15 @@ from psycopg import sql
 
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import MissingExtraError
+from tests import binaries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-DATABASES = ("embedded", "system", "mariadb", "sqlite")
+DATABASES: tuple[str, ...] = ("embedded", "system", "mariadb", "sqlite")
+"""The kinds that most tests run on."""
+WITH_OLDEST = (*DATABASES, "oldest")
+"""And the oldest PostgreSQL that we support, where versions matter most; `make test-matrix` runs everything on it."""
 
 
 class Missing(Exception):  # noqa: N818  an outcome, not a failure
@@ -139,16 +143,17 @@ class System(Postgres):
     """The machine's own PostgreSQL, over TCP."""
 
     label = "system PostgreSQL"
+    fsync = False
 
     def start(self) -> None:
         data, account = self.folder / "data", _account("postgres")
-        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-        initdb = found[-1] if found else Path(_program("initdb"))
+        programs = self._programs(account)
         _make_folder(data, account)
-        _run([initdb, "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"], account)
+        _run([programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"], account)
         self._port = _free_port()
-        settings = (f"port={self._port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
-        command = [str(initdb.with_name("postgres")), "-D", str(data), *(f"--{each}" for each in settings)]
+        settings = (f"port={self._port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+        durable = "fsync=on" if self.fsync else "fsync=off"
+        command = [str(programs / "postgres"), "-D", str(data), *(f"--{each}" for each in (*settings, durable))]
         self._process = _spawn(command, account, self.folder / "log")
         _wait_for_answer(self._process, self._read_version, psycopg.OperationalError, self.folder / "log")
 
@@ -158,27 +163,96 @@ class System(Postgres):
     def address(self, name: str) -> str:
         return f"postgresql://postgres@127.0.0.1:{self._port}/{name}"
 
+    def _programs(self, account: pwd.struct_passwd | None) -> Path:  # noqa: ARG002  others need a copy for it
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+        return (found[-1] if found else Path(_program("initdb"))).parent
+
+
+class Oldest(System):
+    """A PostgreSQL of a certain version."""
+
+    label = "oldest PostgreSQL"
+    binaries = "postgresql-14"
+
+    def _programs(self, account: pwd.struct_passwd | None) -> Path:
+        return _installed(self.binaries, self.folder / "programs", account) / "bin"
+
+
+class PgBouncer(System):
+    """A PostgreSQL behind PgBouncer, which shares few connections: every transaction may have another one."""
+
+    label = "PgBouncer"
+    connections = 5
+
+    def start(self) -> None:
+        program, account = _program("pgbouncer"), _account("postgres")
+        super().start()
+        try:
+            self._start_pooler(program, account)
+        except BaseException:
+            super().stop()
+            raise
+
+    def _start_pooler(self, program: str, account: pwd.struct_passwd | None) -> None:
+        pooler = self.folder / "pooler"
+        _make_folder(pooler, account)
+        self._pooler_port = _free_port()
+        (pooler / "ini").write_text(
+            f"""[databases]
+* = host=127.0.0.1 port={self._port} user=postgres
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {self._pooler_port}
+unix_socket_dir =
+auth_type = any
+admin_users = pgbouncer
+pool_mode = transaction
+default_pool_size = {self.connections}
+max_client_conn = 1000
+server_round_robin = 1
+"""
+        )
+        log = self.folder / "pooler-log"
+        self._pooler = _spawn([program, pooler / "ini"], account, log)
+        _wait_for_answer(self._pooler, self._read_pooler_version, psycopg.OperationalError, log)
+
+    def stop(self) -> None:
+        _end(self._pooler, signal.SIGKILL)
+        super().stop()
+
+    def url(self, name: str, driver: str) -> str:
+        return super().url(name, driver).replace(f":{self._port}/", f":{self._pooler_port}/", 1)
+
+    def _read_pooler_version(self) -> None:
+        with psycopg.connect(f"postgresql://pgbouncer@127.0.0.1:{self._pooler_port}/pgbouncer", autocommit=True) as it:
+            self.version = _numbers(it.execute("SHOW VERSION").fetchall()[0][0].removeprefix("PgBouncer "))
+
 
 class MariaDB(DatabaseServer):
     label = "MariaDB"
     drivers = ("asyncmy", "aiomysql", "pymysql")
 
     def start(self) -> None:
-        install, server = _program("mariadb-install-db"), _program("mariadbd")
         data, scratch, account = self.folder / "data", self.folder / "tmp", _account("mysql")
-        _make_folder(data, account)
-        _make_folder(scratch, account)
         # A starting server clears its scratch folder: in a shared one it would take the files of its neighbour.
         place = ["--no-defaults", f"--datadir={data}", f"--tmpdir={scratch}"]
-        _run([install, *place, "--auth-root-authentication-method=normal", "--skip-test-db"], account)
+        install, server = self._programs(account)
+        _make_folder(data, account)
+        _make_folder(scratch, account)
+        _run([install[0], *place, *install[1:]], account)
         self._port = _free_port()
         command = [
-            *(server, *place, "--bind-address=127.0.0.1", f"--port={self._port}", "--skip-name-resolve"),
+            *(server[0], *place, *server[1:], "--bind-address=127.0.0.1", f"--port={self._port}"),
             *(f"--socket={data / 's'}", f"--pid-file={data / 'pid'}"),
             *("--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=64M"),
         ]
         self._process = _spawn(command, account, self.folder / "log")
         _wait_for_answer(self._process, self._read_version, pymysql.OperationalError, self.folder / "log")
+
+    def _programs(self, account: pwd.struct_passwd | None) -> tuple[list[str], list[str]]:  # noqa: ARG002  as above
+        """What makes the folder, and what runs in it."""
+        install = [_program("mariadb-install-db"), "--auth-root-authentication-method=normal", "--skip-test-db"]
+        return install, [_program("mariadbd"), "--skip-name-resolve"]
 
     def stop(self) -> None:
         _end(self._process, signal.SIGKILL)
@@ -204,6 +278,17 @@ class MariaDB(DatabaseServer):
 
     def _read_version(self) -> None:
         self.version = _numbers(str(self._execute("SELECT version()")[0][0]))
+
+
+class MySQL(MariaDB):
+    """In the place of MariaDB."""
+
+    label = "MySQL"
+
+    def _programs(self, account: pwd.struct_passwd | None) -> tuple[list[str], list[str]]:
+        place = _installed("mysql-8", self.folder / "programs", account)
+        server = [str(place / "bin" / "mysqld"), f"--basedir={place}", f"--lc-messages-dir={place / 'share'}"]
+        return [*server, "--initialize-insecure"], [*server, "--mysqlx=OFF"]
 
 
 class SQLite(DatabaseServer):
@@ -303,11 +388,33 @@ class Prometheus(Server):
 KINDS: dict[str, type[Server]] = {
     "embedded": Embedded,
     "system": System,
+    "oldest": Oldest,
+    "pgbouncer": PgBouncer,
     "mariadb": MariaDB,
     "sqlite": SQLite,
     "redis": Redis,
     "prometheus": Prometheus,
 }
+
+
+def _release(number: int, *, fsync: bool) -> type[Server]:
+    return type("Release", (Oldest,), {"label": "PostgreSQL", "binaries": f"postgresql-{number}", "fsync": fsync})
+
+
+CELLS: dict[str, dict[str, type[Server]]] = {
+    **{
+        f"pg{number}": {"embedded": _release(number, fsync=True), "system": _release(number, fsync=False)}
+        for number in (14, 15, 16, 17, 18)
+    },
+    "mysql8": {"mariadb": MySQL},
+    "pgbouncer": {"embedded": PgBouncer},
+}
+"""What `make test-matrix` puts in the place of which kind. Most tests then run on the first of these only."""
+
+CELL = os.environ.get("PILLARBOX_TEST_CELL")
+if CELL is not None:
+    KINDS |= CELLS[CELL]
+    DATABASES = WITH_OLDEST = (next(iter(CELLS[CELL])),)
 
 
 class Servers:
@@ -353,6 +460,8 @@ class Servers:
 
 def installable(kind: str) -> bool:
     """Whether `make setup` and `make servers` bring this server here."""
+    if kind == "oldest":
+        return binaries.obstacle() is None
     return kind in ("embedded", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
 
 
@@ -389,6 +498,17 @@ def _program(name: str) -> str:
     if path is None:
         raise Missing(f"{name} is not installed")
     return path
+
+
+def _installed(name: str, copy: Path, account: pwd.struct_passwd | None) -> Path:
+    """The folder of programs from the cache; for another user a copy, as he may not look into root's."""
+    place = binaries.folder(name)
+    if not place.is_dir():
+        raise Missing(binaries.obstacle() or f"{name} was not fetched: make servers")
+    if account is None:
+        return place
+    shutil.copytree(place, copy, symlinks=True)
+    return copy
 
 
 def _account(name: str) -> pwd.struct_passwd | None:

@@ -13,7 +13,7 @@ from tests.conftest import FreshDatabase
 from tests.servers import Server, Servers
 
 CONTRACT = Path(__file__).parent.parent / "contract"
-SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqlite": "pysqlite"}
+SYNC = {"embedded": "psycopg", "system": "psycopg2", "oldest": "psycopg", "mariadb": "pymysql", "sqlite": "pysqlite"}
 
 
 def run(program: str, *arguments: str) -> str:

@@ -15,11 +15,18 @@ ASYNC = [
     ("embedded", "asyncpg"),
     ("system", "asyncpg"),
     ("embedded", "psycopg"),
+    ("oldest", "asyncpg"),
     ("mariadb", "asyncmy"),
     ("mariadb", "aiomysql"),
     ("sqlite", "aiosqlite"),
 ]
-SYNC = [("embedded", "psycopg"), ("system", "psycopg2"), ("mariadb", "pymysql"), ("sqlite", "pysqlite")]
+SYNC = [
+    ("embedded", "psycopg"),
+    ("system", "psycopg2"),
+    ("oldest", "psycopg2"),
+    ("mariadb", "pymysql"),
+    ("sqlite", "pysqlite"),
+]
 MANY = 250
 
 

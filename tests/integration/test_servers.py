@@ -24,7 +24,7 @@ def test_a_database_is_new_and_empty(database: Database) -> None:
 def test_two_databases_know_nothing_of_each_other(fresh_database: FreshDatabase, database: Database) -> None:
     other = fresh_database(database.kind)
     assert other.url() != database.url()
-    assert other.is_postgres == (database.kind in {"embedded", "system"})
+    assert other.is_postgres == (database.kind not in {"mariadb", "sqlite"})
 
 
 async def test_the_usual_driver_of_each_kind_is_async(database: Database) -> None:
