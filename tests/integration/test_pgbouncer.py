@@ -1,0 +1,173 @@
+"""Behind PgBouncer in transaction mode: every transaction may have another connection, and nothing outlives one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from pillarbox import Pillarbox
+from pillarbox.outbox import Status
+from pillarbox.stores import notify
+from pillarbox.transport import Message
+from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
+from tests.domain import Order, OrderNoted, order_box, set_up, written
+from tests.relays import running, soon
+from tests.servers import Database, PgBouncer
+
+TOPIC = "tests.order.events"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "asyncpg": {"statement_cache_size": 0, "prepared_statement_cache_size": 0},
+    "psycopg": {"prepare_threshold": None},
+}
+"""What docs/how-to/production.md tells users to give."""
+
+
+@pytest.fixture
+def database(fresh_database: FreshDatabase) -> Database:
+    return fresh_database("pgbouncer")
+
+
+@pytest.fixture
+def server(database: Database) -> PgBouncer:
+    assert isinstance(database.server, PgBouncer)
+    return database.server
+
+
+@pytest.fixture
+def person(database: Database, server: PgBouncer) -> Iterator[psycopg.Connection]:
+    """Looks at the database past the pooler."""
+    with closing(psycopg.connect(server.address(database.name), autocommit=True)) as connection:
+        yield connection
+
+
+@pytest.fixture(params=SETTINGS)
+async def engine(request: pytest.FixtureRequest, database: Database) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(database.url(request.param), pool_pre_ping=True, connect_args=SETTINGS[request.param])
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def box(engine: AsyncEngine) -> AsyncIterator[Pillarbox]:
+    async with order_box(engine) as box:
+        await set_up(box)
+        yield box
+
+
+async def place(box: Pillarbox, *, changes: int = 0) -> UUID:
+    """An order that is repriced so many times, each in a transaction of its own."""
+    async with box.unit_of_work() as uow:
+        order = Order.place()
+        uow.add(order)
+    for number in range(changes):
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Order, order.id)).reprice(number)
+    return order.id
+
+
+async def arrived(box: Pillarbox, count: int) -> list[Message]:
+    broker = box.transports["broker"]
+    assert isinstance(broker, MemoryTransport)
+    async with asyncio.timeout(20):
+        return await broker.received(TOPIC, count)
+
+
+async def versions(box: Pillarbox, count: int) -> dict[str, list[int]]:
+    """What has arrived for each order, once that many messages have."""
+    found: dict[str, list[int]] = {}
+    for message in await arrived(box, count):
+        found.setdefault(message.key, []).append(int(message.headers["version"]))
+    return found
+
+
+async def test_a_connection_has_another_backend_in_every_transaction(engine: AsyncEngine) -> None:
+    """Otherwise these tests would prove nothing."""
+    which = text("SELECT pg_backend_pid()")
+    backends = set[int]()
+    async with asyncio.timeout(20), engine.connect() as connection:
+        async with engine.connect() as another:
+            backends.add((await another.execute(which)).scalar_one())  # its transaction is still open:
+            backends.add((await connection.execute(which)).scalar_one())  # here it must be the second one
+        seen = set[int]()
+        while not seen >= backends:
+            await connection.rollback()
+            seen.add((await connection.execute(which)).scalar_one())
+    assert len(backends) == 2
+
+
+async def test_units_of_work_and_relays_share_few_connections(
+    box: Pillarbox, database: Database, person: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(*(box.relay(name=f"r{number}", batch=3) for number in range(2))):
+        orders = await asyncio.gather(*(place(box, changes=4) for _ in range(12)))
+        assert await versions(box, 60) == {str(order): [1, 2, 3, 4, 5] for order in orders}
+        await soon(lambda: settled(box))
+        backends = person.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = %s", [database.name])
+        assert backends.fetchall()[0][0] <= PgBouncer.connections + 1  # the person's
+    complaints = [record for record in caplog.records if "LISTEN" not in record.getMessage()]
+    assert [record.getMessage() for record in complaints if record.name == "pillarbox"] == []
+
+
+async def settled(box: Pillarbox) -> bool:
+    return {status for (status,) in await written(box.engine, "status")} <= {Status.SENT}
+
+
+async def test_what_is_rolled_back_leaves_nothing_and_a_drain_sends_the_rest(box: Pillarbox) -> None:
+    kept = await place(box)
+    with pytest.raises(ZeroDivisionError):
+        async with box.unit_of_work() as uow:
+            uow.add(Order.place(1 // 0))
+    assert (await box.relay().drain()).sent == 1
+    assert await versions(box, 1) == {str(kept): [1]}
+
+
+async def test_a_plain_session(box: Pillarbox, database: Database) -> None:
+    engine = create_engine(database.url("psycopg2"))
+    sessions = box.bind(sessionmaker(engine))
+    with sessions.begin() as session:
+        session.add(Order.place())
+        box.publish(session, OrderNoted(note="beside it"), key="k")
+    assert (await box.relay().drain()).sent == 2
+    engine.dispose()
+
+
+async def test_h50_no_lock_outlives_its_transaction(
+    engine: AsyncEngine, database: Database, server: PgBouncer, person: psycopg.Connection
+) -> None:
+    person.execute(f"ALTER DATABASE {database.name} SET log_statement = 'all'")
+    log = server.folder / "log"
+    before = log.stat().st_size
+    async with order_box(engine) as box:
+        await set_up(box)
+        async with running(box.relay()):
+            async with box.unit_of_work() as uow:
+                uow.publish(OrderNoted(note="in order"), key="k", ordered=True)
+            await place(box, changes=1)
+            await arrived(box, 3)
+            assert person.execute("SELECT * FROM pg_locks WHERE locktype = 'advisory'").fetchall() == []
+    said = log.read_bytes()[before:].decode()
+    assert "pg_advisory_xact_lock" in said
+    assert "pg_advisory_lock" not in said
+    assert "pg_try_advisory_lock" not in said
+
+
+async def test_h52_listen_does_not_work_and_the_relay_says_so_and_looks_by_itself(
+    box: Pillarbox, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notify, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(notify, "ECHO_SECONDS", 0.5)
+    async with running(box.relay()), order_box(engine) as other:
+        await soon(lambda: "LISTEN does not work on this connection" in caplog.text)
+        order = await place(other)
+        assert await versions(box, 1) == {str(order): [1]}
+        assert not box.doorbell.reaches_everybody
