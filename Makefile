@@ -13,7 +13,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick bench-peers signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
+.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-quick: setup servers ## the same with small sizes, in a minute
 
 bench-peers: setup servers ## other libraries at the same work, in environments of their own (ROUNDS=3)
 	$(BIN)/python -m bench.peers --rounds $(ROUNDS)
+
+bench-page: setup ## put the results of the three into docs/reference/performance.md, and draw its picture
+	$(BIN)/python -m bench.page
 
 signals: setup ## write docs/reference/signals.md anew, from the list in telemetry.py
 	$(BIN)/python scripts/signals

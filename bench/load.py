@@ -88,9 +88,9 @@ async def box_on(url: str, sink: Sink, store: str | None, **options: Any) -> Asy
     """A box with one route to the sink, on tables that are made if they are missing."""
     engine = create_async_engine(url, **({"pool_size": 20} if url.startswith("postgresql") else {}))
     try:
-        chosen = {**stores.choice(store), **options}
-        async with Pillarbox(engine, transports={"sink": sink}, routes=[ROUTE], **chosen) as box:
+        async with Pillarbox(engine, transports={"sink": sink}, routes=[ROUTE], **options) as box:
             await box.migrate()
+            await stores.choose(box, store)
             yield box
     finally:
         await engine.dispose()

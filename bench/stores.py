@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
+from importlib.util import find_spec
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pillarbox import Pillarbox
 
-CAN_CHOOSE = "store" in inspect.signature(Pillarbox).parameters
-CHOICES = ("log", "queue") if CAN_CHOOSE else ("queue",)
+CHOICES = ("log", "queue") if find_spec("pillarbox.stores.log") else ("queue",)
+"""On PostgreSQL. The first one is what a new database gets."""
+
+_BECOME_QUEUE = (
+    "UPDATE pillarbox_meta SET store = 'queue'",
+    "UPDATE pillarbox_lanes SET cursor = NULL",
+    "DROP INDEX IF EXISTS ix_pillarbox_outbox_xid",
+)
 
 
-def choice(store: str | None) -> dict[str, Any]:
-    """The argument of `Pillarbox` that chooses a store; None is the library's default."""
-    if store is None or (store == "queue" and not CAN_CHOOSE):
-        return {}
-    if not CAN_CHOOSE:
-        raise SystemExit(f"error: this release has only the queue store, and {store!r} was asked for")
-    return {"store": store}
+async def choose(box: Pillarbox, store: str | None) -> None:
+    """Let a new database use this store, before anything is written; None is the library's default.
+
+    People cannot choose: a database that was a queue stays one. So it is made to look like that.
+    """
+    if store == "queue" and await name_of(box) == "log":
+        async with box.engine.begin() as connection:
+            for statement in _BECOME_QUEUE:
+                await connection.execute(text(statement))
 
 
 async def name_of(box: Pillarbox) -> str:

@@ -164,9 +164,9 @@ async def measure(bench: Bench) -> dict[str, float]:
                 engine,
                 transports={"broker": MemoryTransport()},
                 routes=[Route("bench.**", to="broker", topic="bench.order.events")],
-                **stores.choice(bench.store),
             ) as box:
                 await prepare(box)
+                await stores.choose(box, bench.store)
                 for connections in sizes.connections:
                     results |= await pairs(variants(plain_engine, box), connections, sizes.slice_seconds, sizes.rounds)
         finally:
