@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 TESTS ?=
 PYTEST_FLAGS ?=
+CELLS ?=
 LOCK_FLAGS ?=
 BENCH ?=
 ROUNDS ?= 3
@@ -13,7 +14,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,9 @@ servers: ## install the servers that the tests run against (root and apt-get, Ma
 
 test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) $(TESTS)
+
+test-matrix: setup servers ## the tests that touch a database, on all versions that we support (CELLS=pg14,sa20 for some)
+	$(BIN)/python -m tests.matrix --workers $(WORKERS) --only "$(CELLS)"
 
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

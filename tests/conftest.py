@@ -5,11 +5,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from sqlalchemy import Dialect, Engine, event
 
-from tests.servers import DATABASES, KINDS, Database, Missing, Prometheus, Redis, Server, Servers, installable
+from tests.servers import (
+    CELL,
+    DATABASES,
+    KINDS,
+    Database,
+    Missing,
+    PgBouncer,
+    Prometheus,
+    Redis,
+    Server,
+    Servers,
+    installable,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +37,18 @@ def interruptible() -> None:
     """A shell lets its background jobs ignore SIGINT, and whatever they start inherits that: our commands, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=CELL == "pgbouncer")
+def as_poolers_want_it() -> Iterator[None]:
+    """Tests that know nothing of a pooler connect as one should through it."""
+
+    def amend(dialect: Dialect, _record: object, _positional: object, settings: dict[str, Any]) -> None:
+        settings.update(PgBouncer.settings.get(dialect.driver, {}))
+
+    event.listen(Engine, "do_connect", amend)
+    yield
+    event.remove(Engine, "do_connect", amend)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psycopg
 import pymysql
@@ -183,6 +183,11 @@ class PgBouncer(System):
 
     label = "PgBouncer"
     connections = 5
+    settings: ClassVar[dict[str, dict[str, Any]]] = {
+        "asyncpg": {"statement_cache_size": 0, "prepared_statement_cache_size": 0},
+        "psycopg": {"prepare_threshold": None},
+    }
+    """What docs/how-to/production.md tells users to give to these drivers."""
 
     def start(self) -> None:
         program, account = _program("pgbouncer"), _account("postgres")
@@ -197,14 +202,17 @@ class PgBouncer(System):
         pooler = self.folder / "pooler"
         _make_folder(pooler, account)
         self._pooler_port = _free_port()
+        (pooler / "users").write_text('"postgres" ""\n"pgbouncer" ""\n')  # others are looked up
         (pooler / "ini").write_text(
             f"""[databases]
-* = host=127.0.0.1 port={self._port} user=postgres
+* = host=127.0.0.1 port={self._port}
 [pgbouncer]
 listen_addr = 127.0.0.1
 listen_port = {self._pooler_port}
 unix_socket_dir =
-auth_type = any
+auth_type = trust
+auth_file = {pooler / "users"}
+auth_user = postgres
 admin_users = pgbouncer
 pool_mode = transaction
 default_pool_size = {self.connections}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
-from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -25,11 +24,6 @@ from tests.relays import running, soon
 from tests.servers import Database, PgBouncer
 
 TOPIC = "tests.order.events"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "asyncpg": {"statement_cache_size": 0, "prepared_statement_cache_size": 0},
-    "psycopg": {"prepare_threshold": None},
-}
-"""What docs/how-to/production.md tells users to give."""
 
 
 @pytest.fixture
@@ -50,9 +44,11 @@ def person(database: Database, server: PgBouncer) -> Iterator[psycopg.Connection
         yield connection
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=PgBouncer.settings)
 async def engine(request: pytest.FixtureRequest, database: Database) -> AsyncIterator[AsyncEngine]:
-    engine = create_async_engine(database.url(request.param), pool_pre_ping=True, connect_args=SETTINGS[request.param])
+    engine = create_async_engine(
+        database.url(request.param), pool_pre_ping=True, connect_args=PgBouncer.settings[request.param]
+    )
     yield engine
     await engine.dispose()
 
@@ -159,6 +155,42 @@ async def test_h50_no_lock_outlives_its_transaction(
     assert "pg_advisory_xact_lock" in said
     assert "pg_advisory_lock" not in said
     assert "pg_try_advisory_lock" not in said
+
+
+@pytest.mark.usefixtures("box")
+async def test_s03_no_tenant_stays_on_a_shared_connection(engine: AsyncEngine, person: psycopg.Connection) -> None:
+    person.execute("CREATE ROLE application LOGIN")  # row level security does not bind superusers
+    person.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO application")
+    person.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO application")
+    settings = PgBouncer.settings[engine.dialect.driver]
+    application = create_async_engine(engine.url.set(username="application"), connect_args=settings)
+    asked = text("SELECT pg_backend_pid(), current_setting('pillarbox.tenant', true)")
+    backends = set[int]()
+
+    async def work(box: Pillarbox, tenant: str) -> None:
+        for _ in range(5):
+            async with box.unit_of_work(tenant=tenant) as uow:
+                uow.add(Order.place())
+                await uow.session.flush()
+                backend, found = (await uow.session.execute(asked)).one()
+                assert found == tenant
+                backends.add(backend)
+
+    try:
+        async with order_box(application, row_security=True) as bound:
+            await asyncio.gather(*(work(bound, f"t{number}") for number in range(8)))
+        seen = set[int]()
+        async with asyncio.timeout(20), application.connect() as connection:
+            while not seen >= backends:
+                backend, found = (await connection.execute(asked)).one()
+                assert found in (None, "")
+                seen.add(backend)
+                await connection.rollback()
+        assert len(backends) > 1
+    finally:
+        await application.dispose()
+        person.execute("DROP OWNED BY application CASCADE")
+        person.execute("DROP ROLE application")
 
 
 async def test_h52_listen_does_not_work_and_the_relay_says_so_and_looks_by_itself(
