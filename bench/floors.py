@@ -10,7 +10,7 @@ None of them keeps order per key once there are two, knows failures, or can be t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import asyncpg  # type: ignore[import-untyped]
@@ -18,7 +18,7 @@ import asyncpg  # type: ignore[import-untyped]
 from .figures import body, seq_of
 
 BATCH = 500
-_TABLES = """
+TABLES = """
 CREATE TABLE floor_outbox (
     id bigserial PRIMARY KEY, topic text NOT NULL, key text, payload bytea NOT NULL, headers jsonb,
     xid xid8 NOT NULL DEFAULT pg_current_xact_id(), created_at timestamptz NOT NULL DEFAULT now(),
@@ -45,9 +45,7 @@ class Floor:
     async def fill(self, events: int) -> None:
         """Put events into an empty table."""
         await self.connection.execute("TRUNCATE floor_outbox RESTART IDENTITY; UPDATE floor_cursor SET id = 0")
-        records = [("orders", str(seq), body(seq)) for seq in range(events)]
-        columns = ["topic", "key", "payload"]
-        await self.connection.copy_records_to_table("floor_outbox", columns=columns, records=records)
+        await copy_events(self.connection, events)
         await self.connection.execute("VACUUM ANALYZE floor_outbox")
 
     async def drain(self, events: int, kind: str = "mark") -> float:
@@ -70,12 +68,7 @@ class Floor:
         return int(await self.connection.fetchval("SELECT pg_current_wal_insert_lsn() - '0/0'"))
 
     async def _mark(self, seen: set[int]) -> int:
-        async with self.connection.transaction():
-            rows = await self.connection.fetch(f"SELECT {_COLUMNS} {_PICK}", BATCH)
-            if rows:
-                seen.update([seq_of(row["payload"]) for row in rows])
-                await self.connection.execute(_MARK, [row["id"] for row in rows])
-        return len(rows)
+        return await claim_and_mark(self.connection, seen.update)
 
     async def _delete(self, seen: set[int]) -> int:
         async with self.connection.transaction():
@@ -93,12 +86,28 @@ class Floor:
         return len(rows)
 
 
+async def copy_events(connection: asyncpg.Connection, events: int) -> None:
+    """Commit so many events, numbered from 0."""
+    records = [("orders", str(seq), body(seq)) for seq in range(events)]
+    await connection.copy_records_to_table("floor_outbox", columns=["topic", "key", "payload"], records=records)
+
+
+async def claim_and_mark(connection: asyncpg.Connection, publish: Callable[[list[int]], None]) -> int:
+    """One batch of the floor that all others are compared with; how many rows it had."""
+    async with connection.transaction():
+        rows = await connection.fetch(f"SELECT {_COLUMNS} {_PICK}", BATCH)
+        if rows:
+            publish([seq_of(row["payload"]) for row in rows])
+            await connection.execute(_MARK, [row["id"] for row in rows])
+    return len(rows)
+
+
 @asynccontextmanager
 async def floor_on(url: str) -> AsyncIterator[Floor]:
     """The floors, on tables of their own in that database."""
     connection = await asyncpg.connect(url.replace("+asyncpg", ""))
     try:
-        await connection.execute(_TABLES)
+        await connection.execute(TABLES)
         yield Floor(connection)
     finally:
         await connection.close()

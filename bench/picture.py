@@ -16,7 +16,7 @@ _MARGIN = 24
 _STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
   .title { font-weight: 600; font-size: 15px }
-  .note { fill: #57606a; font-size: 12px }
+  .note { fill: #57606a; font-size: 12px; paint-order: stroke; stroke: #ffffff; stroke-width: 4px }
   .ours { fill: #1f6f5c } .other { fill: #a9b4bf } .tail { fill: #d5dbe1 } .ours-tail { fill: #8fc2b4 }
   .mark { stroke: #57606a; stroke-dasharray: 3 3 }
 """
@@ -105,22 +105,21 @@ def _hard(results: Mapping[str, Any]) -> Panel:
 def _panel(panel: Panel, top: int) -> Iterable[str]:
     longest = max([*(max(bar.value, bar.tail) for bar in panel.bars), panel.line or 0.0])
     room = _WIDTH - _LABEL - 2 * _MARGIN - 110
+    left = _MARGIN + _LABEL
     yield f'<text class="title" x="{_MARGIN}" y="{top + 14}">{escape(panel.title)}</text>'
     yield f'<text class="note" x="{_MARGIN}" y="{top + 33}">{escape(panel.note)}</text>'
-    left = _MARGIN + _LABEL
-    for number, bar in enumerate(panel.bars):
-        y = top + 48 + number * _ROW
-        long, longer = (max(1.5, value / longest * room) for value in (bar.value, bar.tail))
-        yield f'<text x="{_MARGIN}" y="{y + 12}">{escape(bar.name)}</text>'
-        if bar.tail:
-            yield _bar("ours-tail" if bar.ours else "tail", left, y, longer)
-        yield _bar("ours" if bar.ours else "other", left, y, long)
-        end = left + max(long, longer if bar.tail else 0.0) + 8
-        yield f'<text class="note" x="{end:.1f}" y="{y + 12}">{escape(bar.text)}</text>'
     if panel.line is not None:
         x = left + panel.line / longest * room
         bottom = top + 48 + _ROW * len(panel.bars) - 4
         yield f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 42}" y2="{bottom}"/>'
+    for number, bar in enumerate(panel.bars):
+        y = top + 48 + number * _ROW
+        lengths = [max(1.5, value / longest * room) for value in (bar.value, bar.tail)]
+        yield f'<text x="{_MARGIN}" y="{y + 12}">{escape(bar.name)}</text>'
+        if bar.tail:
+            yield _bar("ours-tail" if bar.ours else "tail", left, y, lengths[1])
+        yield _bar("ours" if bar.ours else "other", left, y, lengths[0])
+        yield f'<text class="note" x="{left + max(lengths) + 8:.1f}" y="{y + 12}">{escape(bar.text)}</text>'
 
 
 def _bar(kind: str, x: float, y: float, width: float) -> str:
