@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "matrix"
 RESULT = ROOT / "build" / "matrix.json"
 LIMIT_SECONDS = 1800
+MAX_SHOWN = 20
 
 TESTS = ("tests/conformance/test_outbox_store.py", "tests/integration", "tests/e2e/test_contract.py")
 ELSEWHERE = (
@@ -33,6 +34,13 @@ ELSEWHERE = (
     "--deselect=tests/e2e/test_contract.py::test_without_a_database_twice_in_a_row",
 )
 """What brings servers of its own, whatever the cell has."""
+STALE = tuple(
+    f"--deselect=tests/integration/test_operations.py::{name}[mariadb]"
+    for name in ("TestTrace::test_a_life", "TestEdits::test_who_asks_for_the_old_event_is_led_to_the_new_one")
+)
+"""What compares times with those of the first row of a table: there MySQL 8.0.15 puts the time of the last ALTER TABLE,
+if the default is an expression.
+"""
 
 
 class NotSetUpError(Exception):
@@ -142,7 +150,7 @@ CELLS: dict[str, Cell] = {
     "mysql8": Cell(
         with_binaries("mysql-8"),
         ("MySQL", "8."),
-        (*TESTS, *ELSEWHERE, "-k", "mariadb or mysql or asyncmy or aiomysql or pymysql"),
+        (*TESTS, *ELSEWHERE, *STALE, "-k", "mariadb or mysql or asyncmy or aiomysql or pymysql"),
     ),
     "pgbouncer": Cell(
         as_it_is,
@@ -247,7 +255,7 @@ def main() -> int:
         sys.stdout.write(f"{name} ...\n")
         sys.stdout.flush()
         results.append(run(name, given.workers))
-        for trouble in results[-1].trouble:
+        for trouble in results[-1].trouble[:MAX_SHOWN]:
             sys.stdout.write(f"  {trouble}\n")
     RESULT.write_text(json.dumps([asdict(each) | {"holds": each.holds} for each in results], indent=2) + "\n")
     sys.stdout.write(f"\n{table(results)}\n\nlogs: {BUILD.relative_to(ROOT)}, result: {RESULT.relative_to(ROOT)}\n")

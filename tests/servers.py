@@ -289,14 +289,17 @@ class MariaDB(DatabaseServer):
 
 
 class MySQL(MariaDB):
-    """In the place of MariaDB."""
+    """In the place of MariaDB. Before 8.0.24, with NO_ZERO_DATE, it can alter no table that has an expression as the
+    default of a DATETIME; so this one, which is 8.0.15, goes without that mode.
+    """
 
     label = "MySQL"
+    modes = "ONLY_FULL_GROUP_BY,STRICT_TRANS_TABLES,NO_ZERO_IN_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION"
 
     def _programs(self, account: pwd.struct_passwd | None) -> tuple[list[str], list[str]]:
         place = _installed("mysql-8", self.folder / "programs", account)
         server = [str(place / "bin" / "mysqld"), f"--basedir={place}", f"--lc-messages-dir={place / 'share'}"]
-        return [*server, "--initialize-insecure"], [*server, "--mysqlx=OFF"]
+        return [*server, "--initialize-insecure"], [*server, "--mysqlx=OFF", f"--sql-mode={self.modes}"]
 
 
 class SQLite(DatabaseServer):
