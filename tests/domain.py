@@ -110,3 +110,10 @@ async def until_somebody_waits(box: Pillarbox) -> None:
     async with asyncio.timeout(10), box.engine.connect() as connection:
         while not (await connection.execute(waiting)).scalar():
             await connection.rollback()
+
+
+async def make_due(engine: AsyncEngine) -> None:
+    """What waits for another try has waited long enough."""
+    table = "pillarbox_failures" if engine.dialect.name == "postgresql" else "pillarbox_outbox"
+    async with engine.begin() as connection:
+        await connection.execute(text(f"UPDATE {table} SET available_at = '2020-01-01' WHERE status = 'RETRYING'"))

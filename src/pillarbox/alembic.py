@@ -18,7 +18,6 @@ from alembic.operations.ops import DropTableOp, ModifyTableOps
 from alembic.util import DispatchPriority
 
 from .errors import ConfigurationError
-from .stores import tables
 from .stores.migrations import STEPS, run_step
 
 
@@ -37,4 +36,4 @@ def _leave_our_tables_alone(_context: Any, upgrade_ops: Any, _schemas: Any) -> N
 
 
 def _is_ours(op: Any) -> bool:
-    return isinstance(op, (DropTableOp, ModifyTableOps)) and op.table_name in tables.metadata.tables
+    return isinstance(op, (DropTableOp, ModifyTableOps)) and op.table_name.startswith("pillarbox_")

@@ -31,7 +31,7 @@ from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
 from .relay import Pacing, Relay
 from .report import count_new
 from .route import Origin, Route, Router, check_routes, check_transports
-from .stores import sqlite
+from .stores import sqlite, store_on
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
@@ -325,7 +325,7 @@ class Pillarbox:
         bus = Bus(self.handlers, self.decode, self.signals)
         publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
         relay = Relay(
-            QueueStore(self._relay_engine),
+            store_on(self._relay_engine),
             {**self.transports, **publishers},
             name=name,
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
@@ -346,7 +346,7 @@ class Pillarbox:
 
     def _use(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._store = QueueStore(engine)
+        self._store = store_on(engine)
         self._outbox.put_right(engine.sync_engine)
 
 

@@ -223,13 +223,35 @@ class LaneWorker:
             paused=self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates),
         )
         plan = self._plan(page)
+        planned = plan.items
         blocking = self._suspicion.blocking(self.lane)
         if blocking is not None:
             plan.items = self._without_blocked(plan.items, blocking)
         plan.items, again = self._rates.within(plan.items, self.pace)
         if again is not None:
             self._ring_after(again)
+        if page.cursor is not None and len(plan.items) < len(planned):
+            self._leave_no_gap(plan, page)
         return plan, page
+
+    def _leave_no_gap(self, plan: _Plan, page: Page) -> None:
+        """A page that comes once only: what stays behind must be the end of it. So rows of a tenant that has to wait
+        are parked, and before anything else that has to wait the batch ends.
+        """
+        sent = {row.id for row in plan.items}
+        decided = sent | {failure.row for failure in plan.failures} | {*plan.parked}
+        slow = self.pace.tenant_rates
+        for row in page.fresh:
+            if row.id in decided:
+                continue
+            if row.tenant in slow:
+                plan.parked.append(row.id)
+                continue
+            behind = {later.id for later in (*page.fresh, *page.held) if later.id >= row.id}
+            plan.items = [item for item in plan.items if item.id not in behind]
+            plan.failures = [failure for failure in plan.failures if failure.row not in behind]
+            plan.parked = [parked for parked in plan.parked if parked not in behind]
+            return
 
     def _without_blocked(self, items: list[Row], place: Place) -> list[Row]:
         """Nothing goes to a topic that rejects everything, but for one row now and then; what is behind waits."""
@@ -277,6 +299,7 @@ class LaneWorker:
             if row.order_key not in stopped:
                 self._decide(row, plan, stopped)
         waiting = self.lane.waiting
+        plan.parked += [row.id for row in page.held]
         for row in page.fresh:
             if (stopped or waiting) and (row.order_key in stopped or row.order_key in waiting):
                 plan.parked.append(row.id)

@@ -156,6 +156,10 @@ class Lane(msgspec.Struct, frozen=True):
     """How many owners took this lane over while that batch was open. A clean release does not count."""
     waiting: frozenset[Key]
     """Keys that have a failed or parked delivery: their new rows go behind it."""
+    cursor: Any = None
+    """How far the lane has come, where that is not kept with each row. Only the store understands it."""
+    discarded: frozenset[int] = frozenset()
+    """Rows ahead of the cursor that are never to be sent."""
 
     @property
     def name(self) -> LaneName:
@@ -173,10 +177,14 @@ class Page(msgspec.Struct, frozen=True):
     """Failed rows that are due, per key a prefix in id order."""
     fresh: tuple[Row, ...]
     """Rows that were never tried, in id order."""
+    held: tuple[Row, ...] = ()
+    """Rows of paused tenants that the next page will not show again: they must be parked."""
     requests: tuple[int, ...] = ()
     """What people have asked for and can be done now: the next announcement does it."""
     cursor: Any = None
-    """Where the next page starts. Only the store that gave it understands it."""
+    """What the announcement needs to know about this page, if the store keeps no status with its rows. Then the batch
+    must deal with the rows of the page as they come: none can be left out, but for the last ones.
+    """
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -203,6 +211,7 @@ class Batch(msgspec.Struct, frozen=True):
     requests: Sequence[int] = ()
     """People's requests that this announcement carries out."""
     cursor: Any = None
+    """The one of the page that it is made of."""
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
     relaxed: bool = False
     """The announcement may be lost if the database crashes: then the same rows are sent again, which is what a
@@ -295,9 +304,7 @@ class OutboxStore(Protocol):
         """
         ...
 
-    async def poll(
-        self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, cursor: Any = None, paused: Collection[str] = ()
-    ) -> Page:
+    async def poll(self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, paused: Collection[str] = ()) -> Page:
         """Read what comes next: at most ``limit`` fresh rows and as many to redo, each of them within ``max_bytes`` of
         bodies, though never less than one. Changes nothing; asking twice gives the same.
 

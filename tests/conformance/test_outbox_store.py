@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -14,17 +14,19 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from pillarbox.outbox import Batch, Delivery, Failure, LaneName, RouteRecord, Status
 from pillarbox.stores import sqlite
 from pillarbox.stores.columns import from_now
+from pillarbox.stores.log import LogStore
 from pillarbox.stores.memory import MemoryStore
+from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, OutboxStoreContract, World, delivery
-from tests.servers import WITH_OLDEST, Database, Server, Servers
+from tests.servers import DATABASES, Database, Server, Servers
 
 
 class MemoryWorld(World):
-    def __init__(self) -> None:
-        self.store: MemoryStore = MemoryStore()
+    def __init__(self, store: MemoryStore) -> None:
+        self.store: MemoryStore = store
 
     async def register(self, *records: RouteRecord) -> int:
         return self.store.register(None, records)
@@ -55,10 +57,10 @@ class MemoryWorld(World):
         return None if trouble is None else trouble.reason
 
 
-class QueueWorld(World):
-    def __init__(self, engine: AsyncEngine) -> None:
+class DatabaseWorld(World):
+    def __init__(self, engine: AsyncEngine, store: QueueStore) -> None:
         self.engine = engine
-        self.store: QueueStore = QueueStore(engine)
+        self.store: QueueStore = store
 
     async def register(self, *records: RouteRecord) -> int:
         async with self.engine.begin() as connection:
@@ -117,7 +119,13 @@ def _is(name: LaneName) -> ColumnElement[bool]:
 class TestMemoryStore(OutboxStoreContract):
     @pytest.fixture
     def world(self) -> World:
-        return MemoryWorld()
+        return MemoryWorld(MemoryStore())
+
+
+class TestMemoryLogStore(OutboxStoreContract):
+    @pytest.fixture
+    def world(self) -> World:
+        return MemoryWorld(MemoryLogStore())
 
 
 @pytest.fixture(scope="module")
@@ -129,33 +137,44 @@ def migrated(servers: Servers) -> Iterator[dict[str, Database]]:  # noqa: ARG001
         database.server.drop(database.name)
 
 
-class TestQueueStore(OutboxStoreContract):
-    @pytest.fixture(params=WITH_OLDEST)
+class DatabaseStoreContract(OutboxStoreContract):
+    """What stores on a database promise beyond that."""
+
+    kind: ClassVar[type[QueueStore]]
+    name: ClassVar[str]
+
+    @pytest.fixture
+    def database_kind(self) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
     async def world(
         self,
-        request: pytest.FixtureRequest,
+        database_kind: str,
         servers: Servers,
         use_server: Callable[[str], Server],
         migrated: dict[str, Database],
-    ) -> AsyncIterator[QueueWorld]:
-        kind = request.param
-        use_server(kind)
-        is_new = kind not in migrated
+    ) -> AsyncIterator[DatabaseWorld]:
+        use_server(database_kind)
+        is_new = database_kind not in migrated
         if is_new:
-            migrated[kind] = servers.create_database(kind)
-        engine = create_async_engine(migrated[kind].url())
+            migrated[database_kind] = servers.create_database(database_kind)
+        engine = create_async_engine(migrated[database_kind].url())
         sqlite.put_right(engine.sync_engine)
         async with engine.begin() as connection:
             if is_new:
                 await connection.run_sync(migrate)
-        yield QueueWorld(engine)
+            await connection.execute(update(meta).values(store=self.name))
+        yield DatabaseWorld(engine, self.kind(engine))
         async with engine.begin() as connection:
+            if engine.dialect.name == "postgresql":
+                await connection.execute(text("TRUNCATE pillarbox_failures, pillarbox_journal"))
             for table in metadata.sorted_tables:
                 if table is not meta:
                     await connection.execute(delete(table))
         await engine.dispose()
 
-    async def test_h01_a_row_that_commits_late_with_a_low_id_is_found(self, world: QueueWorld) -> None:
+    async def test_h01_a_row_that_commits_late_with_a_low_id_is_found(self, world: DatabaseWorld) -> None:
         if world.engine.dialect.name == "sqlite":
             pytest.skip("writers take turns")
         await world.register(ROUTE)
@@ -165,37 +184,37 @@ class TestQueueStore(OutboxStoreContract):
             await world.append([early])
             lane = await self.lane(world)
             [row] = (await world.store.poll(lane, limit=10)).fresh
-            lane = await world.store.announce(lane, Batch(items=[row.id]), settle=False)
+            lane = await world.announce(lane, Batch(items=[row.id]), settle=False)
         [found] = (await world.store.poll(await world.store.settle(lane), limit=10)).fresh
         assert (found.event_id, found.id < row.id) == (late.event_id, True)
 
-    async def test_h65_a_turn_waits_for_no_business_transaction(self, world: QueueWorld) -> None:
+    async def test_h65_a_turn_waits_for_no_business_transaction(self, world: DatabaseWorld) -> None:
         if world.engine.dialect.name == "sqlite":
             pytest.skip("writers take turns")
         rows, lane = await self.filled(world, "a", "a", "b", "b", "c", "d")
         async with asyncio.timeout(10), world.engine.begin() as connection:
             await connection.run_sync(world.store.append, [delivery(key) for key in "abcd" * 5])
-            asked = [await world.request(rows[4].id, "discard")]
+            asked = [await world.request(rows[5].id, "discard")]
             refused = Batch(
-                items=[rows[2].id, rows[3].id, rows[5].id],
+                items=[rows[2].id, rows[3].id, rows[4].id],
                 failures=[Failure(rows[0].id, 5, "no", None)],
                 parked=[rows[1].id],
                 requests=asked,
             )
-            lane = await world.store.announce(lane, refused, settle=False)
+            lane = await world.announce(lane, refused, settle=False)
             lane = await world.store.amend(lane, [Failure(rows[2].id, 1, "no", 0.0)], parked=[rows[3].id])
-            lane = await world.store.amend(lane, (), attempts={rows[5].id: 1})
+            lane = await world.store.amend(lane, (), attempts={rows[4].id: 1})
             edit = await world.request(rows[0].id, "edit", body=b"", event_id=uuid4())
             redo = await self.due(world, lane)
             again = Batch(items=[row.id for row in redo], requests=[edit])
-            lane = await world.store.announce(lane, again, settle=True)
+            lane = await world.announce(lane, again, settle=True)
             lane = await world.store.settle(lane)
             assert lane.name in await world.store.renew("r1", [lane], lease=LEASE, serves=[])
             await world.store.release("r1", [lane])
 
-    async def test_h64_reading_waits_for_no_writer(self, world: QueueWorld) -> None:
+    async def test_h64_reading_waits_for_no_writer(self, world: DatabaseWorld) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         async with asyncio.timeout(10), world.engine.begin() as connection:
             await connection.run_sync(world.store.append, [delivery("b")])
             assert (await world.store.poll(lane, limit=10)).fresh == ()
@@ -203,7 +222,7 @@ class TestQueueStore(OutboxStoreContract):
             assert len(await world.store.rebuild(lane)) == 1
             assert (await world.store.census()).next_expiry is not None
 
-    async def test_relays_that_died_long_ago_are_forgotten(self, world: QueueWorld) -> None:
+    async def test_relays_that_died_long_ago_are_forgotten(self, world: DatabaseWorld) -> None:
         for name in ("lately", "long ago"):
             await world.store.renew(name, [], lease=LEASE, serves=[])
         died = {"lately": -60.0, "long ago": -4000.0}
@@ -212,3 +231,21 @@ class TestQueueStore(OutboxStoreContract):
         await world.store.renew("new", [], lease=LEASE, serves=[])
         async with world.engine.connect() as connection:
             assert set(await connection.scalars(select(relays.c.name))) == {"lately", "new"}
+
+
+class TestQueueStore(DatabaseStoreContract):
+    kind = QueueStore
+    name = "queue"
+
+    @pytest.fixture(params=DATABASES)
+    def database_kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+
+class TestLogStore(DatabaseStoreContract):
+    kind = LogStore
+    name = "log"
+
+    @pytest.fixture(params=["embedded", "oldest"])
+    def database_kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)

@@ -8,16 +8,13 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import create_engine, func, select, update
+from sqlalchemy import create_engine, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from pillarbox import Event, Pillarbox
 from pillarbox.context import current_context
 from pillarbox.errors import ConfigurationError, SessionError
-from pillarbox.outbox import Status
-from pillarbox.stores.columns import from_now
-from pillarbox.stores.tables import outbox
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
 from tests.domain import (
@@ -27,6 +24,7 @@ from tests.domain import (
     OrderNoted,
     OrderPlaced,
     OrderRepriced,
+    make_due,
     order_box,
     set_up,
     written,
@@ -107,9 +105,7 @@ class TestAfterTheCommit:
         statuses = dict(await written(box.engine, "topic", "status"))
         assert (statuses["good"], statuses["bad"]) == ("SENT", "RETRYING")
         fails = False
-        async with box.engine.begin() as connection:
-            due = update(outbox).where(outbox.c.status == Status.RETRYING).values(available_at=from_now())
-            await connection.execute(due)
+        await make_due(box.engine)
         await box.relay().drain()
         assert (len(good), len(bad)) == (1, 1)
 

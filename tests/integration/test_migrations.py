@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import warnings
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,21 @@ class TestMigrate:
     async def test_the_steps_make_what_the_tables_say(self, engine: AsyncEngine) -> None:
         await _migrate(engine)
 
-        def differences(connection: Connection) -> list[object]:
+        def differences(connection: Connection) -> list[Any]:
             context = MigrationContext.configure(
                 connection, opts={"compare_type": True, "compare_server_default": False}
             )
-            found = compare_metadata(context, metadata)
+            with warnings.catch_warnings():  # SQLAlchemy has no type for numbers of transactions
+                warnings.filterwarnings("ignore", "Did not recognize type 'xid8'")
+                found = compare_metadata(context, metadata)
             return [difference for difference in found if difference[0] not in ("remove_index", "remove_constraint")]
 
         async with engine.connect() as connection:
-            assert await connection.run_sync(differences) == []
+            found = await connection.run_sync(differences)
+        of_the_log = {"pillarbox_failures", "pillarbox_journal", "pillarbox_origin", "xid"}
+        expected = of_the_log if engine.dialect.name == "postgresql" else set[str]()
+        assert {difference[-1].name for difference in found} == expected
+        assert {difference[0] for difference in found} <= {"remove_table", "remove_column"}
 
     async def test_a_newer_database_is_not_touched(self, engine: AsyncEngine) -> None:
         await _migrate(engine)

@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Executable, delete, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.cli.trace import life
 from pillarbox.cli.why import Answer, explain
+from pillarbox.cursor import Cursor
 from pillarbox.errors import LeaseLostError, StoreError
 from pillarbox.outbox import Batch, FailurePolicy, Lane, Status, stable_hash
-from pillarbox.stores import inspection, operations, sqlite
+from pillarbox.stores import inspection, operations, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.inspection import Filter, Summary
 from pillarbox.stores.operations import Action, Author, Change, Handle, Lanes, Run, Selection, Tenant
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import audit, lanes, outbox, relays, requests, routes
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import until_somebody_waits
@@ -35,6 +35,7 @@ ANNA = Author("anna@office", "the broker was full")
 BEN = Author("ben@office")
 
 _T = TypeVar("_T")
+WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED, Status.DISCARDED)
 
 
 class Came(IntegrationEvent, name="depot.truck.came"):
@@ -48,7 +49,8 @@ class Yard:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.store = QueueStore(engine)
+        self.store = store_on(engine)
+        self.is_log = engine.dialect.name == "postgresql"
         self.box = Pillarbox(
             engine,
             transports={"broker": MemoryTransport()},
@@ -71,7 +73,15 @@ class Yard:
     async def put(self, *rows: Summary, **values: Any) -> None:
         """As an owner of the lane would have left them."""
         async with self.engine.begin() as connection:
-            await connection.execute(update(outbox).where(outbox.c.id.in_([row.id for row in rows])).values(values))
+            if self.is_log and values.get("status") in WAITING:
+                for row in rows:
+                    await connection.execute(_failure(row.id, **values))
+                return
+            ids = [row.id for row in rows]
+            if self.is_log and "status" in values:
+                forget = text("DELETE FROM pillarbox_failures WHERE row_id = ANY (CAST(:ids AS bigint[]))")
+                await connection.execute(forget, {"ids": ids})
+            await connection.execute(update(outbox).where(outbox.c.id.in_(ids)).values(values))
 
     async def kill(self, *rows: Summary) -> None:
         await self.put(*rows, status=Status.FAILED, attempts=5, last_error="too long")
@@ -82,7 +92,9 @@ class Yard:
 
     async def announced(self, row: Summary, *, batch: int) -> None:
         """The row is on its way."""
-        stored = json.dumps({"first_number": 1, "count": 1, "digest": "", "items": [row.id]})
+        details = {"to": str(Cursor()), "redo": [row.id]} if self.is_log else {}
+        items = [] if self.is_log else [row.id]
+        stored = json.dumps({"first_number": 1, "count": 1, "digest": "", "items": items, "details": details})
         await self.lane(announced=stored, announced_low=row.id, announced_high=row.id, batch=batch)
 
     async def held(self, owner: str = "relay-1") -> None:
@@ -122,6 +134,17 @@ class Yard:
 
     async def take(self) -> list[Lane]:
         return await self.store.take("relay-1", lease=60, wanted={ROUTE_ID: 16})
+
+
+def _failure(row: int, **values: Any) -> Executable:
+    """As a log keeps it: a row that waits is found in another table."""
+    names = ", ".join(values)
+    return text(
+        f"INSERT INTO pillarbox_failures (route, shard, row_id, tenant, key, {names}) "
+        f"SELECT route, shard, id, tenant, key, {', '.join(f':{name}' for name in values)} FROM pillarbox_outbox "
+        f"WHERE id = :row_id ON CONFLICT (route, shard, row_id) DO UPDATE SET "
+        + ", ".join(f"{name} = excluded.{name}" for name in values)
+    ).bindparams(row_id=row, **values)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from sqlalchemy import create_engine, event, update
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
@@ -23,7 +23,6 @@ from pillarbox import CommitOutcomeUnknown, Pillarbox, RetryPolicy, Route, event
 from pillarbox.otel import OtelSignals
 from pillarbox.prometheus import PrometheusSignals
 from pillarbox.stores.inspection import backlog
-from pillarbox.stores.tables import outbox
 from pillarbox.telemetry import Observer
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -151,9 +150,9 @@ class TestBacklog:
         other = create_engine(postgres_database.url("psycopg"))
 
         def send_all(_connection: Any, _cursor: Any, statement: str, *_rest: object) -> None:
-            if outbox.name in statement:
+            if "pillarbox_unsent" in statement:
                 with other.begin() as connection:
-                    connection.execute(update(outbox).values(status="SENT"))
+                    connection.execute(text("UPDATE pillarbox_lanes SET cursor = '1000 ' || pg_current_snapshot()"))
 
         async with box_with(postgres_database.url()) as box:
             await set_up(box)

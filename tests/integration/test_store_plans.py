@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,10 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from pillarbox.outbox import Batch, Failure
 from pillarbox.stores import sqlite
 from pillarbox.stores.columns import from_now
-from pillarbox.stores.inspection import backlog
+from pillarbox.stores.inspection import backlog, unsent
+from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
-from pillarbox.stores.tables import outbox
+from pillarbox.stores.tables import meta, outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 
@@ -35,6 +37,7 @@ async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) 
     sqlite.put_right(engine.sync_engine)
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
+        await connection.execute(update(meta).values(store="queue"))
     yield engine
     await engine.dispose()
 
@@ -82,6 +85,79 @@ async def test_the_backlog_is_counted_without_reading_what_was_sent(engine: Asyn
             assert any("ix_pillarbox_outbox_lane" in line or "PRIMARY KEY" in line for line in plan), "\n".join(plan)
 
 
+@pytest.mark.parametrize("analyzed", ["never", "while it was empty", "now"])
+async def test_h117_a_turn_in_the_log_is_led_to_the_right_index(fresh_database: FreshDatabase, analyzed: str) -> None:
+    engine = create_async_engine(fresh_database("embedded").url())
+    store = LogStore(engine)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(store.register, [ROUTE])
+    if analyzed == "while it was empty":
+        await _run(engine, _ANALYZE["postgresql"])
+    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    # Much that was sent here, and much that waits in other lanes.
+    await _run(engine, _MANY.format(0, ROUTE.id, 20_000))
+    await _run(
+        engine,
+        "UPDATE pillarbox_lanes SET cursor = (SELECT max(id) FROM pillarbox_outbox) || ' ' || "
+        "pg_current_snapshot() WHERE shard = 0",
+    )
+    await _run(engine, _MANY.format("1 + i % 15", ROUTE.id, 20_000))
+    if analyzed == "now":
+        await _run(engine, _ANALYZE["postgresql"])
+    await store.release("r", [lane])
+    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    with _recorded(engine) as statements:
+        async with engine.begin() as connection:
+            await connection.run_sync(store.append, [delivery("late") for _ in range(8)])
+            async with engine.begin() as other:
+                await other.run_sync(store.append, [delivery(f"k{index}") for index in range(4)])
+            page = await store.poll(lane, limit=10)
+            batch = Batch(items=[row.id for row in page.fresh], cursor=page.cursor)
+            lane = await store.announce(lane, batch, settle=False)
+            lane = await store.settle(lane)
+            await store.ready([ROUTE.id], relay="r")
+        for limit in (5, 5, 10):  # paged, because the late rows are more than the limit
+            page = await store.poll(lane, limit=limit)
+            first, *others = [row.id for row in page.fresh]
+            batch = Batch(items=others, failures=[Failure(first, 1, "no", 0.0)], cursor=page.cursor)
+            lane = await store.announce(lane, batch, settle=lane.announced is not None)
+            await store.rebuild(lane)
+            lane = await store.amend(lane, [Failure(others[-1], 1, "no", 0.0)])
+            async with engine.begin() as other:
+                await other.run_sync(store.append, [delivery(f"k{index}") for index in range(4)])
+        await store.poll(await store.settle(lane), limit=5)
+        await store.ready([ROUTE.id], relay="r")
+        async with engine.connect() as reader:
+            await reader.run_sync(backlog)
+    assert len(statements) > 15
+    async with engine.connect() as connection:
+        for statement, parameters in statements:
+            if statement.lstrip().startswith("INSERT INTO pillarbox_outbox") or "cursor IS NULL" in statement:
+                continue  # these are writers, and those who ask for lanes that are queues
+            found = await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+            plan = [str(row[-1]) for row in found]
+            scans = [(line, after) for line, after in pairwise(plan) if "on pillarbox_outbox" in line]
+            for line, condition in scans:
+                assert "Seq Scan" not in line, "\n".join((statement, *plan))
+                if "pillarbox_unsent" in statement:
+                    continue  # it counts what is in lanes, of both kinds
+                needed = r"\bxid\b" if "status" not in condition else r"\b(event_)?id\b"
+                assert re.search(needed, condition), "\n".join((statement, *plan))
+    await engine.dispose()
+
+
+_MANY = (
+    "INSERT INTO pillarbox_outbox (event_id, event_type, route, shard, schema_version, topic, key, headers, body) "
+    "SELECT gen_random_uuid(), 'a.b', {1}, {0}, 1, 'orders', 'k' || i, '{{}}', '' FROM generate_series(1, {2}) i"
+)
+
+
+async def _run(engine: AsyncEngine, statement: str) -> None:
+    async with engine.begin() as connection:
+        await connection.execute(text(statement))
+
+
 def _walks(dialect: str, plan: list[str]) -> bool:
     if any(walk in line for line in plan for walk in _WALKS[dialect]):
         return True
@@ -116,7 +192,7 @@ def _recorded(engine: AsyncEngine) -> Iterator[list[tuple[str, Any]]]:
     execute = cursor.execute
 
     def recording(self: Any, statement: str, parameters: Any = None) -> Any:
-        if outbox.name in statement:
+        if outbox.name in statement or unsent.name in statement:
             statements.append((statement, tuple(parameters)))
         return execute(self, statement, parameters)
 

@@ -11,6 +11,7 @@ import msgspec
 from sqlalchemy import Connection, Dialect, bindparam, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from ..cursor import Cursor
 from ..errors import DuplicateEventError, NotMigratedError, StoreError
 from ..outbox import Delivery, FailurePolicy, RouteRecord
 from ..retry import RetryPolicy
@@ -22,6 +23,9 @@ _COLUMNS = ("event_id", "event_type", "route", "shard", "schema_version", "topic
 _ARRAYS = ("uuid", "text", "bigint", "integer", "integer", "text", "text", "text", "text", "bytea")
 _ROWS_PER_STATEMENT = 100
 
+LOG = "log"
+"""What ``pillarbox_meta`` calls a database whose lanes have cursors."""
+
 
 class Appender:
     """`Appends` on a relational database."""
@@ -31,7 +35,8 @@ class Appender:
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
         with explained():
-            shards: int = connection.execute(select(meta.c.shards)).scalar_one()
+            shards, store = connection.execute(select(meta.c.shards, meta.c.store)).one()
+            start = {"cursor": str(Cursor())} if store == LOG else {}
             known = {row.id: row for row in connection.execute(select(routes))}
             made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
             for record in sorted(records, key=lambda record: record.id):
@@ -45,10 +50,12 @@ class Appender:
                 elif route_record(found._mapping) != record:
                     connection.execute(update(routes).where(routes.c.id == record.id).values(_route_values(record)))
                 missing = [
-                    {"route": record.id, "shard": shard} for shard in range(shards) if (record.id, shard) not in made
+                    {"route": record.id, "shard": shard, **start}
+                    for shard in range(shards)
+                    if (record.id, shard) not in made
                 ]
                 _insert_missing(connection, lanes, missing)
-            return shards
+            return int(shards)
 
     def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         try:

@@ -41,7 +41,6 @@ from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
 from .append import route_record
 from .columns import Utc, from_now
 from .tables import audit, lanes, outbox, relays, requests, routes, tenants
-from .turn import UNSENT
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
@@ -226,7 +225,16 @@ _COLUMN_TYPES: dict[str, TypeEngine[Any]] = {
 events = table(
     "outbox_events",
     *(column(each.name, _COLUMN_TYPES.get(each.name)) for each in fields(Details)),
+    column("raised_event_id", outbox.c.event_id.type),
 )
+unsent = table(
+    "pillarbox_unsent",
+    *(
+        column(name, outbox.c[name].type)
+        for name in ("id", "event_id", "event_type", "route", "shard", "tenant", "key", "status", "created_at")
+    ),
+)
+"""What is still to be sent, or was discarded. PostgreSQL finds it without a look at all that was ever written."""
 
 
 def deliveries(
@@ -242,8 +250,26 @@ def deliveries(
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
     """All deliveries of one event."""
     columns = [events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
-    found = select(*columns).where(events.c.event_id == event_id).order_by(events.c.id)
+    found = select(*columns).where(of_events(connection, [event_id])).order_by(events.c.id)
     return [Details(**_values(row)) for row in connection.execute(found)]
+
+
+def of_events(connection: Connection, ids: Collection[UUID]) -> ColumnElement[bool]:
+    """The deliveries of these events. In a log an edit gives a delivery another id than its row has, and only the row's
+    is found by an index.
+    """
+    named = events.c.event_id.in_(ids)
+    if connection.dialect.name != "postgresql":
+        return named
+    edited = connection.scalars(_EDITED, {"ids": [*ids]}).all()
+    return and_(named, events.c.raised_event_id.in_([*ids, *edited]))
+
+
+_EDITED = text(
+    "SELECT o.event_id FROM pillarbox_failures f JOIN pillarbox_outbox o "
+    "ON o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id = f.row_id "
+    "WHERE f.event_id = ANY (CAST(:ids AS uuid[]))"
+)
 
 
 def statistics(connection: Connection) -> list[Group]:
@@ -302,20 +328,20 @@ def _counted(status: Status) -> Select[Any]:
     """Per lane, so that every database finds them by its index, and none reads what was sent. When the first was
     written is asked in the same statement: by the next one it may have been sent.
     """
-    found = outbox.c.status == literal_column(f"'{status}'")
-    same_lane = and_(outbox.c.route == lanes.c.route, outbox.c.shard == lanes.c.shard)
+    found = unsent.c.status == literal_column(f"'{status}'")
+    same_lane = and_(unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard)
     counted = (
-        select(lanes.c.route, lanes.c.shard, func.count().label("amount"), func.min(outbox.c.id).label("first"))
+        select(lanes.c.route, lanes.c.shard, func.count().label("amount"), func.min(unsent.c.id).label("first"))
         .select_from(lanes)
-        .join(outbox, and_(same_lane, found, UNSENT))
+        .join(unsent, and_(same_lane, found))
         .group_by(lanes.c.route, lanes.c.shard)
         .subquery()
     )
     # Only with its lane and status is a row found by its id without reading all of them.
     is_first = and_(
-        outbox.c.route == counted.c.route, outbox.c.shard == counted.c.shard, outbox.c.id == counted.c.first
+        unsent.c.route == counted.c.route, unsent.c.shard == counted.c.shard, unsent.c.id == counted.c.first
     )
-    written_at = select(outbox.c.created_at).where(is_first, found, UNSENT).correlate(counted).scalar_subquery()
+    written_at = select(unsent.c.created_at).where(is_first, found).correlate(counted).scalar_subquery()
     return select(
         counted.c.route,
         literal_column(f"'{status}'"),
@@ -330,10 +356,10 @@ def unserved(connection: Connection) -> list[Unserved]:
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
     found = (
         select(routes.c.name, routes.c.destination, func.count(lanes.c.shard.distinct()), func.count())
-        .select_from(outbox)
-        .join(lanes, (lanes.c.route == outbox.c.route) & (lanes.c.shard == outbox.c.shard))
-        .join(routes, routes.c.id == outbox.c.route)
-        .where(outbox.c.status.in_(_WAITING), ~lanes.c.paused, free)
+        .select_from(unsent)
+        .join(lanes, (lanes.c.route == unsent.c.route) & (lanes.c.shard == unsent.c.shard))
+        .join(routes, routes.c.id == unsent.c.route)
+        .where(unsent.c.status.in_(_WAITING), ~lanes.c.paused, free)
         .group_by(routes.c.name, routes.c.destination)
         .order_by(routes.c.name)
     )
@@ -354,28 +380,28 @@ def lane_states(connection: Connection, route: str | None = None, shard: int | N
     wanted = [] if route is None else [lanes.c.route == stable_hash(route)]
     if shard is not None:
         wanted.append(lanes.c.shard == shard)
-    is_pending = outbox.c.status == Status.PENDING
+    is_pending = unsent.c.status == Status.PENDING
     counted = (
         select(
-            outbox.c.route,
-            outbox.c.shard,
+            unsent.c.route,
+            unsent.c.shard,
             func.count(case((is_pending, 1))).label("pending"),
             func.count(case((~is_pending, 1))).label("waiting"),
-            func.min(case((is_pending, outbox.c.id))).label("first"),
+            func.min(case((is_pending, unsent.c.id))).label("first"),
         )
-        .where(outbox.c.status.in_((Status.PENDING, *_AFTER_FAILURE)))
-        .group_by(outbox.c.route, outbox.c.shard)
+        .where(unsent.c.status.in_((Status.PENDING, *_AFTER_FAILURE)))
+        .group_by(unsent.c.route, unsent.c.shard)
         .subquery()
     )
     # Only with its lane and status is a row found by its id without reading all of them.
     is_first = and_(
-        outbox.c.route == lanes.c.route, outbox.c.shard == lanes.c.shard, is_pending, outbox.c.id == counted.c.first
+        unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard, is_pending, unsent.c.id == counted.c.first
     )
     found = (
-        select(lanes, routes.c.name, routes.c.destination, counted.c.pending, counted.c.waiting, outbox.c.created_at)
+        select(lanes, routes.c.name, routes.c.destination, counted.c.pending, counted.c.waiting, unsent.c.created_at)
         .join(routes, routes.c.id == lanes.c.route)
         .outerjoin(counted, and_(counted.c.route == lanes.c.route, counted.c.shard == lanes.c.shard))
-        .outerjoin(outbox, is_first)
+        .outerjoin(unsent, is_first)
         .where(*wanted)
         .order_by(routes.c.name, lanes.c.shard)
     )
@@ -442,13 +468,13 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
     blocking = [Status.RETRYING, Status.PARKED]
     if route.on_failure is FailurePolicy.PARK:
         blocking.append(Status.FAILED)
-    tenant = outbox.c.tenant
+    tenant = unsent.c.tenant
     first = (
-        select(outbox.c.event_id, outbox.c.id)
-        .where(outbox.c.route == route.id, outbox.c.shard == delivery.shard, outbox.c.status.in_(blocking))
-        .where(outbox.c.key == delivery.key, outbox.c.id < delivery.id)
+        select(unsent.c.event_id, unsent.c.id)
+        .where(unsent.c.route == route.id, unsent.c.shard == delivery.shard, unsent.c.status.in_(blocking))
+        .where(unsent.c.key == delivery.key, unsent.c.id < delivery.id)
         .where(tenant.is_(None) if delivery.tenant_id is None else tenant == delivery.tenant_id)
-        .order_by(outbox.c.id)
+        .order_by(unsent.c.id)
         .limit(1)
     )
     row = connection.execute(first).one_or_none()
@@ -460,18 +486,27 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
 def pending_before(connection: Connection, delivery: Details) -> int:
     """How many deliveries of its lane go before it."""
     ahead = select(func.count()).where(
-        outbox.c.route == stable_hash(delivery.route or ""),
-        outbox.c.shard == delivery.shard,
-        outbox.c.status == Status.PENDING,
-        outbox.c.id < delivery.id,
+        unsent.c.route == stable_hash(delivery.route or ""),
+        unsent.c.shard == delivery.shard,
+        unsent.c.status == Status.PENDING,
+        unsent.c.id < delivery.id,
     )
     return connection.execute(ahead).scalar_one()
 
 
 def body_of(connection: Connection, delivery: Details) -> bytes:
     """The bytes of a delivery, whatever they are."""
+    if connection.dialect.name == "postgresql":
+        edited = connection.scalars(_EDITED_BODY, {"row": delivery.id, "event": str(delivery.event_id)}).first()
+        if edited is not None:
+            return bytes(edited)
     same = and_(outbox.c.event_id == delivery.event_id, outbox.c.id == delivery.id)
     return bytes(connection.execute(select(outbox.c.body).where(same)).scalar_one())
+
+
+_EDITED_BODY = text(
+    "SELECT body FROM pillarbox_failures WHERE row_id = :row AND event_id = CAST(:event AS uuid) AND body IS NOT NULL"
+)
 
 
 # -- what people did ---------------------------------------------------------------------------------------------------
@@ -510,7 +545,7 @@ def _covers(connection: Connection, details: Mapping[str, Any], delivery: Detail
         return False
     # What the status was then, nobody knows any more.
     wanted = Filter(**details.get("filter", {}) | {"status": None})
-    same = (events.c.event_id == delivery.event_id, events.c.id == delivery.id)
+    same = (of_events(connection, [delivery.event_id]), events.c.id == delivery.id)
     return connection.execute(select(events.c.id).where(*same, *conditions_for(wanted))).first() is not None
 
 

@@ -35,8 +35,9 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
+from ..cursor import Cursor
 from ..errors import LeaseLostError
-from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Status, Trouble
+from ..outbox import Announcement, Census, Key, Lane, LaneName, Status, Trouble
 from .append import explained, route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
@@ -104,7 +105,22 @@ class Leases:
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
     ) -> list[Lane]:
-        return await self._lease(_take, relay, lease, wanted, shards)
+        return await self._lease(self._take, relay, lease, wanted, shards)
+
+    def _take(
+        self,
+        connection: Connection,
+        relay: str,
+        lease: float,
+        wanted: Mapping[int, int],
+        shards: Collection[int] | None,
+    ) -> list[Lane]:
+        lanes = _take(connection, relay, lease, wanted, shards)
+        return self.with_waiting_keys(connection, lanes) if lanes else []
+
+    def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
+        """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
+        raise NotImplementedError
 
     async def renew(
         self,
@@ -230,7 +246,7 @@ def _take(
     lost = and_(lanes.c.announced.is_not(None), lanes.c.locked_by.is_not(None))
     connection.execute(
         update(lanes)
-        .where(_among(lanes, found))
+        .where(among(lanes, found))
         .ordered_values(  # MySQL assigns from left to right: tries must still see who was here
             (lanes.c.tries, lanes.c.tries + case((lost, 1), else_=0)),
             (lanes.c.epoch, lanes.c.epoch + 1),
@@ -242,10 +258,10 @@ def _take(
     taken = connection.execute(
         select(lanes, routes)
         .join(routes, routes.c.id == lanes.c.route)
-        .where(_among(lanes, found))
+        .where(among(lanes, found))
         .order_by(lanes.c.route, lanes.c.shard)
     )
-    return _with_waiting_keys(connection, [_lane(row._mapping) for row in taken])
+    return [_lane(row._mapping) for row in taken]
 
 
 _FREE = (
@@ -273,28 +289,19 @@ def _lane(row: Mapping[Any, Any]) -> Lane:
         announced=None if announced is None else msgspec.json.decode(announced, type=Announcement),
         tries=row[lanes.c.tries],
         waiting=frozenset(),
+        cursor=None if row[lanes.c.cursor] is None else Cursor.parse(row[lanes.c.cursor]),
     )
 
 
-def _with_waiting_keys(connection: Connection, taken: list[Lane]) -> list[Lane]:
-    """The keys that have a failed or parked delivery. The owner keeps the list from here on."""
-    skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
-    found = connection.execute(
-        select(outbox.c.route, outbox.c.shard, outbox.c.tenant, outbox.c.key)
-        .where(
-            _among(outbox, [lane.name for lane in taken]),
-            is_(Status.RETRYING, Status.PARKED, Status.FAILED),
-            ~and_(is_(Status.FAILED), outbox.c.route.in_(skipping)),
-        )
-        .distinct()
-    )
+def with_keys(taken: Sequence[Lane], found: Iterable[tuple[int, int, str | None, str]]) -> list[Lane]:
+    """The lanes with their waiting keys, of which each comes with the route and shard of its lane."""
     waiting: dict[LaneName, set[Key]] = {}
     for route, shard, tenant, key in found:
         waiting.setdefault(LaneName(route, shard), set()).add(Key(tenant, key))
     return [replace(lane, waiting=frozenset(waiting.get(lane.name, ()))) for lane in taken]
 
 
-def _among(table: Any, names: Iterable[LaneName]) -> ColumnElement[bool]:
+def among(table: Any, names: Iterable[LaneName]) -> ColumnElement[bool]:
     shards: dict[int, list[int]] = {}
     for route, shard in names:
         shards.setdefault(route, []).append(shard)
@@ -333,12 +340,12 @@ def _record_troubles(
 ) -> None:
     over = [name for name, trouble in known.items() if trouble is not None and name not in troubles]
     if over:
-        connection.execute(update(lanes).where(_among(lanes, over)).values(trouble=None, trouble_until=None))
+        connection.execute(update(lanes).where(among(lanes, over)).values(trouble=None, trouble_until=None))
     for name, trouble in troubles.items():
         if name in known:
             until = None if trouble.seconds is None else from_now(trouble.seconds)
             connection.execute(
-                update(lanes).where(_among(lanes, [name])).values(trouble=trouble.reason, trouble_until=until)
+                update(lanes).where(among(lanes, [name])).values(trouble=trouble.reason, trouble_until=until)
             )
 
 

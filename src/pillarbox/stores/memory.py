@@ -89,6 +89,7 @@ class _LaneRow:
     paused: bool = False
     rate: float | None = None
     trouble: Trouble | None = None
+    cursor: Any = None
     # The rows that are not at their end, by what they wait for: no call looks at all that was ever written.
     fresh: _Rows = field(default_factory=dict)
     sending: _Rows = field(default_factory=dict)
@@ -284,7 +285,6 @@ class MemoryStore:
         *,
         limit: int,
         max_bytes: int = 4_194_304,
-        cursor: Any = None,  # noqa: ARG002  the status is the cursor
         paused: Collection[str] = (),
     ) -> Page:
         kept = self._lanes[lane.name]

@@ -19,7 +19,17 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, se
 
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
-from .inspection import Details, Filter, Summary, conditions_for, deliveries, events, live_relays, route_named
+from .inspection import (
+    Details,
+    Filter,
+    Summary,
+    conditions_for,
+    deliveries,
+    events,
+    live_relays,
+    of_events,
+    route_named,
+)
 from .tables import audit, lanes, meta, requests, routes, tenants
 
 
@@ -80,20 +90,20 @@ class Run:
 def count(connection: Connection, selection: Selection) -> tuple[int, int]:
     """How many deliveries are selected, and how many more are left out because the same was asked for them before."""
     asked = _is_asked(selection.action)
-    counted = select(asked, func.count()).where(*_conditions(selection)).group_by(asked)
+    counted = select(asked, func.count()).where(*_conditions(connection, selection)).group_by(asked)
     found = {bool(before): number for before, number in connection.execute(counted)}
     return found.get(False, 0), found.get(True, 0)
 
 
 def sample(connection: Connection, selection: Selection, limit: int) -> list[Summary]:
     """The first deliveries that are selected."""
-    also = (*_conditions(selection), ~_is_asked(selection.action))
+    also = (*_conditions(connection, selection), ~_is_asked(selection.action))
     return deliveries(connection, selection.wanted, after=0, limit=limit, also=also)
 
 
 def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[Status]]:
     """Of the named events: those that are there, each with the statuses in which its deliveries are left alone."""
-    named = events.c.event_id.in_(selection.events)
+    named = of_events(connection, selection.events)
     found: dict[UUID, list[Status]] = {
         event: [] for event in connection.scalars(select(events.c.event_id).where(named))
     }
@@ -113,7 +123,7 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     _one_person_at_a_time(connection)
     page = connection.execute(
         select(events.c.id, events.c.route, events.c.shard)
-        .where(events.c.id > run.last, *_conditions(selection), ~_is_asked(selection.action))
+        .where(events.c.id > run.last, *_conditions(connection, selection), ~_is_asked(selection.action))
         .order_by(events.c.id)
         .limit(limit)
     ).all()
@@ -156,12 +166,12 @@ def unserved_requests(connection: Connection, run: Run) -> list[str]:
     return sorted({name for name, shard in lanes_asked if not any(relay.serves(name, shard) for relay in alive)})
 
 
-def _conditions(selection: Selection) -> list[ColumnElement[bool]]:
+def _conditions(connection: Connection, selection: Selection) -> list[ColumnElement[bool]]:
     conditions = conditions_for(selection.wanted)
     conditions.append(events.c.status.in_(ELIGIBLE[selection.action]))
     conditions.append(events.c.route.is_not(None))
     if selection.events:
-        conditions.append(events.c.event_id.in_(selection.events))
+        conditions.append(of_events(connection, selection.events))
     return conditions
 
 

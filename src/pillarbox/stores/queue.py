@@ -29,7 +29,7 @@ from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, Lan
 from . import turn
 from .append import Appender
 from .columns import from_now
-from .leases import Leases, fenced, is_, lease_lost, stored
+from .leases import Leases, among, fenced, is_, lease_lost, stored, with_keys
 from .statement import DirectStatement
 from .tables import outbox, requests
 
@@ -55,6 +55,19 @@ class QueueStore(Appender, Leases):
         free = {lane.name: await self.all_or_nothing(_free_parked, lane) for lane in skipping}
         return [free.get(lane.name, lane) for lane in taken]
 
+    def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
+        skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
+        found = connection.execute(
+            select(outbox.c.route, outbox.c.shard, outbox.c.tenant, outbox.c.key)
+            .where(
+                among(outbox, [lane.name for lane in taken]),
+                is_(Status.RETRYING, Status.PARKED, Status.FAILED),
+                ~and_(is_(Status.FAILED), outbox.c.route.in_(skipping)),
+            )
+            .distinct()
+        )
+        return with_keys(taken, found)
+
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
         return await self.each_alone(_ready, sorted(routes), relay)
 
@@ -64,7 +77,6 @@ class QueueStore(Appender, Leases):
         *,
         limit: int,
         max_bytes: int = 4_194_304,
-        cursor: Any = None,  # noqa: ARG002  the status is the cursor
         paused: Collection[str] = (),
     ) -> Page:
         return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))

@@ -8,7 +8,10 @@
 ``pillarbox_outbox``  the deliveries
 ``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
 ``pillarbox_audit``   what people have done, for ever
+``pillarbox_unsent``  a view of what is still to be sent, for counting
 ``outbox_events``     a view of all of it, for people
+
+On PostgreSQL there are more, which only `stores.log` and the migrations know.
 
 Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load
 every dialect of SQLAlchemy with us.
@@ -80,6 +83,7 @@ lanes = Table(
     Column("announced_high", BigInteger),
     Column("trouble", LongText),
     Column("trouble_until", Utc),
+    Column("cursor", LongText),
 )
 
 relays = Table(

@@ -207,6 +207,7 @@ def _ready() -> Select[Any]:
     return found.where(
         lanes.c.route.in_(bindparam("routes", expanding=True)),
         ~lanes.c.paused,
+        lanes.c.cursor.is_(None),
         or_(lanes.c.announced.is_not(None), *something),
     )
 

@@ -89,6 +89,11 @@ class World(ABC):
     async def trouble(self, name: LaneName) -> str | None:
         """What people see about a lane that is in trouble."""
 
+    async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
+        """Announce what was decided about the page that comes next."""
+        page = await self.store.poll(lane, limit=1000)
+        return await self.store.announce(lane, replace(batch, cursor=page.cursor), settle=settle)
+
 
 def delivery(
     key: str = "k", *, route: RouteRecord = ROUTE, tenant: str | None = "acme", body: bytes = b"{}", shard: int = 0
@@ -185,11 +190,11 @@ class OutboxStoreContract:
         await world.append([delivery(), delivery("other")])
         old = await self.lane(world, lease=0.05)
         first, second = (await world.store.poll(old, limit=10)).fresh
-        old = await world.store.announce(old, Batch(items=[first.id]), settle=False)
+        old = await world.announce(old, Batch(items=[first.id]), settle=False)
         new = await self.lane(world, "r2")
         for step in (
             world.store.settle(old),
-            world.store.announce(old, Batch(items=[second.id]), settle=True),
+            world.announce(old, Batch(items=[second.id]), settle=True),
             world.store.amend(old, [Failure(first.id, 1, "no", 1.0)]),
         ):
             with pytest.raises(LeaseLostError):
@@ -200,11 +205,11 @@ class OutboxStoreContract:
 
     async def test_h102_another_token_is_fenced_even_in_the_same_epoch_and_batch(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         stranger = replace(lane, token=uuid4())
         for step in (
             world.store.settle(stranger),
-            world.store.announce(stranger, Batch(items=[rows[1].id]), settle=True),
+            world.announce(stranger, Batch(items=[rows[1].id]), settle=True),
             world.store.amend(stranger, ()),
         ):
             with pytest.raises(LeaseLostError):
@@ -214,10 +219,10 @@ class OutboxStoreContract:
 
     async def test_h102_a_batch_that_the_database_has_forgotten_to_settle_is_fenced(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        announced = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        announced = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         ahead = replace(announced, announced=None)  # as if our settlement had been lost by a failover
         with pytest.raises(LeaseLostError):
-            await world.store.announce(ahead, Batch(items=[rows[1].id]), settle=False)
+            await world.announce(ahead, Batch(items=[row.id for row in rows]), settle=False)
         assert await world.status(rows[0].id) is Status.SENDING
 
     async def test_a_stale_batch_number_is_fenced_too(self, world: World) -> None:
@@ -225,9 +230,9 @@ class OutboxStoreContract:
         await world.append([delivery("a"), delivery("b")])
         stale = await self.lane(world)
         first, second = (await world.store.poll(stale, limit=10)).fresh
-        await world.store.announce(stale, Batch(items=[first.id]), settle=False)
+        await world.announce(stale, Batch(items=[first.id]), settle=False)
         with pytest.raises(LeaseLostError):
-            await world.store.announce(stale, Batch(items=[second.id]), settle=False)
+            await world.announce(stale, Batch(items=[first.id, second.id]), settle=False)
         assert await world.status(second.id) is Status.PENDING
 
     async def test_tries_rise_when_an_owner_was_lost_with_an_open_batch(self, world: World) -> None:
@@ -236,7 +241,7 @@ class OutboxStoreContract:
         lane = await self.lane(world, lease=0.05)
         assert lane.tries == 0
         [row] = (await world.store.poll(lane, limit=10)).fresh
-        await world.store.announce(lane, Batch(items=[row.id]), settle=False)
+        await world.announce(lane, Batch(items=[row.id]), settle=False)
         second = await self.lane(world, "r2", lease=0.05)
         third = await self.lane(world, "r3")
         assert (second.tries, third.tries) == (1, 2)
@@ -246,7 +251,7 @@ class OutboxStoreContract:
         self, world: World
     ) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         await world.store.release("r1", [lane])
         [successor] = await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
         assert (successor.name, successor.tries) == (lane.name, 0)
@@ -256,7 +261,7 @@ class OutboxStoreContract:
         rows, lane = await self.filled(world, "a")
         await world.store.release("r1", [lane])
         with pytest.raises(LeaseLostError):
-            await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+            await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         assert await world.store.renew("r1", [lane], lease=LEASE, serves=[ROUTE.id]) == frozenset()
         assert await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
 
@@ -367,29 +372,29 @@ class OutboxStoreContract:
 
     async def test_ready_names_lanes_with_an_open_batch_until_it_is_settled(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         assert await world.store.ready([ROUTE.id]) == {lane.name}
         await world.store.settle(lane)
         assert await world.store.ready([ROUTE.id]) == frozenset()
 
     async def test_ready_names_lanes_with_rows_that_are_due(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
         assert await world.store.ready([ROUTE.id]) == frozenset()
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)]), settle=False)
         await self.due(world, lane)
         assert await world.store.ready([ROUTE.id]) == {lane.name}
 
     async def test_ready_says_nothing_about_rows_behind_one_that_waits(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a")
         failures = [Failure(rows[0].id, 1, "no", 600.0), Failure(rows[1].id, 0, None, -1.0)]
-        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
         assert (await world.store.poll(lane, limit=10)).redo == ()
         assert await world.store.ready([ROUTE.id]) == frozenset()
 
     async def test_ready_names_lanes_with_requests_that_can_be_carried_out(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
         lane = await world.store.settle(await world.store.amend(lane, [Failure(rows[0].id, 5, "no", None)]))
         assert await world.store.ready([ROUTE.id]) == frozenset()
         await world.request(rows[0].id, "redrive")
@@ -440,7 +445,7 @@ class OutboxStoreContract:
         lane = await self.lane(world)
         one, other, two = (await world.store.poll(lane, limit=10)).fresh
         failures = [Failure(one.id, 1, "no", 0.0), Failure(other.id, 1, "no", 0.0)]
-        lane = await world.store.announce(lane, Batch(failures=failures, parked=[two.id]), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures, parked=[two.id]), settle=False)
         assert len(await self.due(world, lane)) == 3
         for max_bytes, expected in ((10, [one]), (100, [one, other]), (111, [one, other, two])):
             page = await world.store.poll(lane, limit=10, max_bytes=max_bytes)
@@ -449,7 +454,7 @@ class OutboxStoreContract:
     async def test_fresh_rows_and_rows_to_redo_have_limits_of_their_own(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", "c", "d", "e")
         failures = [Failure(row.id, 1, "no", 0.0) for row in rows[:3]]
-        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
         await self.due(world, lane, 3)
         page = await world.store.poll(lane, limit=2)
         assert (len(page.redo), len(page.fresh)) == (2, 2)
@@ -460,7 +465,7 @@ class OutboxStoreContract:
         lane = await self.lane(world)
         rows = (await world.store.poll(lane, limit=10)).fresh
         failures = [Failure(row.id, 1, "no", 0.0) for row in rows]
-        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
         await self.due(world, lane, 3)
         page = await world.store.poll(lane, limit=10, paused=["loud", "other"])
         assert [row.tenant for row in page.redo] == ["calm", None]
@@ -470,7 +475,7 @@ class OutboxStoreContract:
     async def test_an_announced_batch_is_rebuilt_exactly_by_a_successor(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", "c", lease=0.05)
         order = [rows[2].id, rows[0].id, rows[1].id]
-        announced = await world.store.announce(lane, Batch(items=order, details={"grouping": "key"}), settle=False)
+        announced = await world.announce(lane, Batch(items=order, details={"grouping": "key"}), settle=False)
         successor = await self.lane(world, "r2")
         assert successor.announced == announced.announced
         assert [(number, row.id) for number, row in await world.store.rebuild(successor)] == list(
@@ -479,14 +484,14 @@ class OutboxStoreContract:
 
     async def test_numbers_rise_over_batches_and_are_never_given_twice(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", "c")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id, rows[1].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id, rows[1].id]), settle=False)
         lane = await world.store.amend(lane, [Failure(rows[1].id, 1, "rejected", 60.0)])
-        lane = await world.store.announce(lane, Batch(items=[rows[2].id]), settle=True)
+        lane = await world.announce(lane, Batch(items=[rows[2].id]), settle=True)
         assert [number for number, _ in await world.store.rebuild(lane)] == [3]
 
     async def test_announced_rows_are_not_polled_and_settled_ones_are_sent(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         assert [row.id for row in (await world.store.poll(lane, limit=10)).fresh] == [rows[1].id]
         lane = await world.store.settle(lane)
         assert lane.announced is None
@@ -494,37 +499,37 @@ class OutboxStoreContract:
 
     async def test_one_write_settles_a_batch_and_announces_the_next(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
-        lane = await world.store.announce(lane, Batch(items=[rows[1].id]), settle=True)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[1].id]), settle=True)
         assert [await world.status(row.id) for row in rows] == [Status.SENT, Status.SENDING]
 
     async def test_announcing_over_an_unsettled_batch_is_refused(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         with pytest.raises(StoreError):
-            await world.store.announce(lane, Batch(items=[rows[0].id]), settle=True)
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+            await world.announce(lane, Batch(items=[rows[0].id]), settle=True)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         with pytest.raises(StoreError):
-            await world.store.announce(lane, Batch(items=[rows[1].id]), settle=False)
+            await world.announce(lane, Batch(items=[rows[1].id]), settle=False)
 
     async def test_an_announcement_is_all_or_nothing(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         unknown = Failure(rows[1].id + 1, 1, "no", 0.0)
         with pytest.raises(StoreError):
-            await world.store.announce(lane, Batch(items=[rows[0].id], failures=[unknown]), settle=False)
+            await world.announce(lane, Batch(items=[rows[0].id], failures=[unknown]), settle=False)
         assert await world.status(rows[0].id) is Status.PENDING
-        assert (await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)).batch == lane.batch + 1
+        assert (await world.announce(lane, Batch(items=[rows[0].id]), settle=False)).batch == lane.batch + 1
 
     async def test_a_row_that_was_sent_cannot_fail_any_more(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         lane = await world.store.settle(lane)
         with pytest.raises(StoreError):
-            await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "too late", 0.0)]), settle=False)
+            await world.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "too late", 0.0)]), settle=False)
         assert await world.status(rows[0].id) is Status.SENT
 
     async def test_h103_a_batch_that_was_tampered_with_is_not_rebuilt(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
         await world.tamper(rows[0].id)
         with pytest.raises(BatchMismatchError):
             await world.store.rebuild(lane)
@@ -533,7 +538,7 @@ class OutboxStoreContract:
 
     async def test_h99_an_amended_row_is_retried_and_the_rest_of_the_batch_settles(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", "a")
-        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
         lane = await world.store.amend(lane, [Failure(rows[0].id, 1, "no such topic", 60.0)], parked=[rows[2].id])
         assert lane.waiting == {Key("acme", "a")}
         assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[1].id]
@@ -541,34 +546,34 @@ class OutboxStoreContract:
         assert [await world.status(row.id) for row in rows] == [Status.RETRYING, Status.SENT, Status.PARKED]
 
     async def test_a_failed_row_is_redone_when_it_is_due_with_those_parked_behind_it(self, world: World) -> None:
-        rows, lane = await self.filled(world, "a", "b", "a")
-        lane = await world.store.announce(
-            lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)], parked=[rows[2].id]), settle=False
+        rows, lane = await self.filled(world, "a", "a", "b")
+        lane = await world.announce(
+            lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)], parked=[rows[1].id]), settle=False
         )
         page = await self.due(world, lane)
-        assert [(row.id, row.attempts) for row in page] == [(rows[0].id, 1), (rows[2].id, 0)]
-        lane = await world.store.announce(lane, Batch(items=[row.id for row in page]), settle=False)
+        assert [(row.id, row.attempts) for row in page] == [(rows[0].id, 1), (rows[1].id, 0)]
+        lane = await world.announce(lane, Batch(items=[row.id for row in page]), settle=False)
         assert (await world.store.settle(lane)).waiting == frozenset()
 
     async def test_a_row_that_is_not_due_holds_its_key_and_no_other(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", "a")
         failures = [Failure(rows[0].id, 1, "no", 600.0), Failure(rows[1].id, 1, "no", 0.0)]
-        lane = await world.store.announce(lane, Batch(failures=failures, parked=[rows[2].id]), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures, parked=[rows[2].id]), settle=False)
         assert [row.id for row in await self.due(world, lane)] == [rows[1].id]
 
     async def test_parked_rows_that_are_left_behind_become_due(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", "a")
-        lane = await world.store.announce(
+        lane = await world.announce(
             lane, Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)], parked=[rows[1].id, rows[2].id]), settle=False
         )
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         lane = await world.store.settle(lane)
         assert lane.waiting == {Key("acme", "a")}
         assert [row.id for row in await self.due(world, lane)] == [rows[1].id, rows[2].id]
 
     async def test_a_dead_row_holds_its_key_until_a_person_comes(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", "b")
-        lane = await world.store.announce(
+        lane = await world.announce(
             lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id]), settle=False
         )
         assert await world.status(rows[0].id) is Status.FAILED
@@ -577,7 +582,7 @@ class OutboxStoreContract:
 
     async def test_a_dead_row_of_a_skipping_route_lets_its_key_go_on(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", route=SKIPPING)
-        lane = await world.store.announce(
+        lane = await world.announce(
             lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id]), settle=False
         )
         assert [row.id for row in await self.due(world, lane)] == [rows[1].id]
@@ -587,7 +592,7 @@ class OutboxStoreContract:
         await world.append([delivery("a", tenant="one"), delivery("a", tenant="two")])
         lane = await self.lane(world)
         one, two = (await world.store.poll(lane, limit=10)).fresh
-        lane = await world.store.announce(lane, Batch(failures=[Failure(one.id, 1, "no", 600.0)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(one.id, 1, "no", 600.0)]), settle=False)
         assert lane.waiting == {Key("one", "a")}
         assert await world.status(two.id) is Status.PENDING
 
@@ -597,25 +602,23 @@ class OutboxStoreContract:
         lane = await self.lane(world)
         *one, two = (await world.store.poll(lane, limit=100)).fresh
         failures = [Failure(one[0].id, 5, "no", None), Failure(two.id, 1, "no", 0.0)]
-        lane = await world.store.announce(
-            lane, Batch(failures=failures, parked=[row.id for row in one[1:]]), settle=False
-        )
+        lane = await world.announce(lane, Batch(failures=failures, parked=[row.id for row in one[1:]]), settle=False)
         assert [row.id for row in await self.due(world, lane)] == [two.id]
 
     async def test_a_successor_knows_which_keys_wait(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", lease=0.05)
-        await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
+        await world.announce(lane, Batch(failures=[Failure(rows[0].id, 1, "no", 600.0)]), settle=False)
         assert (await self.lane(world, "r2")).waiting == {Key("acme", "a")}
 
     async def test_a_dead_row_can_get_its_attempts_back(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 2, None, 0.0)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 2, None, 0.0)]), settle=False)
         assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[0].id, 2)]
 
     async def test_attempts_are_counted_for_rows_that_stay_in_the_batch(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", lease=0.05)
-        lane = await world.store.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
         lane = await world.store.amend(lane, (), attempts={rows[1].id: 3})
         assert [(row.id, row.attempts) for _, row in await world.store.rebuild(lane)] == [
             (rows[0].id, 0),
@@ -630,14 +633,14 @@ class OutboxStoreContract:
 
     async def test_attempts_of_a_row_outside_the_batch_are_refused(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         with pytest.raises(StoreError):
             await world.store.amend(lane, (), attempts={rows[1].id: 1})
 
     async def test_an_amendment_of_nothing_tells_whose_lane_it_is(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", lease=0.05)
         assert await world.store.amend(lane, ()) == lane
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         assert await world.store.amend(lane, ()) == lane
         await self.lane(world, "r2")
         with pytest.raises(LeaseLostError):
@@ -653,8 +656,8 @@ class OutboxStoreContract:
     ) -> None:
         rows, lane = await self.filled(world, "a", "a", "a")
         parked = Batch(failures=[Failure(rows[0].id, 1, "no", 0.0)], parked=[rows[1].id, rows[2].id])
-        lane = await world.store.announce(lane, parked, settle=False)
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, parked, settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         lane = await world.store.amend(lane, [Failure(rows[0].id, 2, "no", 600.0)])
         assert (await world.store.poll(lane, limit=10)).redo == ()
 
@@ -677,11 +680,11 @@ class OutboxStoreContract:
     async def test_a_dead_row_is_redriven_with_those_that_waited_for_it(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", "b")
         dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id])
-        lane = await world.store.announce(lane, dead, settle=False)
+        lane = await world.announce(lane, dead, settle=False)
         asked = await world.request(rows[0].id, "redrive")
         page = await world.store.poll(lane, limit=10)
         assert (page.requests, page.redo) == ((asked,), ())
-        lane = await world.store.announce(lane, Batch(requests=page.requests), settle=False)
+        lane = await world.announce(lane, Batch(requests=page.requests), settle=False)
         assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[0].id, 0), (rows[1].id, 0)]
         assert (await world.store.poll(lane, limit=10)).requests == ()
 
@@ -689,65 +692,65 @@ class OutboxStoreContract:
         self, world: World
     ) -> None:
         rows, lane = await self.filled(world, "a", "b", "c")
-        lane = await world.store.announce(
+        lane = await world.announce(
             lane, Batch(items=[rows[1].id], failures=[Failure(rows[0].id, 5, "no", None)]), settle=False
         )
         asked = await world.request(rows[0].id, "redrive")
-        lane = await world.store.announce(lane, Batch(items=[rows[2].id], requests=[asked]), settle=True)
+        lane = await world.announce(lane, Batch(items=[rows[2].id], requests=[asked]), settle=True)
         assert [await world.status(row.id) for row in rows] == [Status.RETRYING, Status.SENT, Status.SENDING]
 
     async def test_later_rows_go_behind_a_redriven_row_of_a_skipping_route(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", route=SKIPPING)
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
         assert lane.waiting == frozenset()
         asked = await world.request(rows[0].id, "redrive")
-        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(requests=[asked]), settle=False)
         assert lane.waiting == {Key("acme", "a")}
-        lane = await world.store.announce(lane, Batch(parked=[rows[1].id]), settle=False)
+        lane = await world.announce(lane, Batch(parked=[rows[1].id]), settle=False)
         assert [row.id for row in await self.due(world, lane)] == [rows[0].id, rows[1].id]
 
     async def test_a_redriven_row_of_a_skipping_route_goes_before_one_that_waits_already(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", route=SKIPPING)
         failures = [Failure(rows[0].id, 5, "no", None), Failure(rows[1].id, 1, "no", 0.0)]
-        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
         assert [row.id for row in await self.due(world, lane)] == [rows[1].id]
         asked = await world.request(rows[0].id, "redrive")
-        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(requests=[asked]), settle=False)
         assert [row.id for row in await self.due(world, lane, 2)] == [rows[0].id, rows[1].id]
 
     async def test_a_parked_row_keeps_its_turn_when_it_is_redriven(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a")
         dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id])
-        lane = await world.store.announce(lane, dead, settle=False)
+        lane = await world.announce(lane, dead, settle=False)
         asked = await world.request(rows[1].id, "redrive")
-        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(requests=[asked]), settle=False)
         assert await world.status(rows[1].id) is Status.PARKED
         assert (await world.store.poll(lane, limit=10)).requests == ()
 
     async def test_a_discarded_row_is_never_sent_and_its_key_goes_on(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", "a", "b")
         dead = Batch(failures=[Failure(rows[0].id, 5, "no", None)], parked=[rows[1].id, rows[2].id])
-        lane = await world.store.announce(lane, dead, settle=False)
+        lane = await world.announce(lane, dead, settle=False)
         asked = [await world.request(rows[index].id, "discard") for index in (0, 1, 3)]
-        lane = await world.store.announce(lane, Batch(requests=asked), settle=False)
+        lane = await world.announce(lane, Batch(requests=asked), settle=False)
         assert [await world.status(rows[index].id) for index in (0, 1, 3)] == [Status.DISCARDED] * 3
         assert [row.id for row in await self.due(world, lane)] == [rows[2].id]
         assert (await world.store.poll(lane, limit=10)).fresh == ()
 
     async def test_the_last_waiting_row_of_a_key_can_be_discarded(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
         asked = await world.request(rows[0].id, "discard")
-        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(requests=[asked]), settle=False)
         assert lane.waiting == frozenset()
 
     async def test_an_edited_row_goes_out_as_another_event_with_a_link_to_the_old_one(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
         new = uuid4()
         asked = await world.request(rows[0].id, "edit", body=b"\xffbetter", event_id=new)
         again = await world.request(rows[0].id, "edit", body=b"\xffbetter", event_id=new)
-        lane = await world.store.announce(lane, Batch(requests=[asked, again]), settle=False)
+        lane = await world.announce(lane, Batch(requests=[asked, again]), settle=False)
         [row] = await self.due(world, lane)
         assert (row.id, row.event_id, row.body, row.attempts) == (rows[0].id, new, b"\xffbetter", 0)
         links = {"event_id": str(new), "original_event_id": str(rows[0].event_id)}
@@ -756,9 +759,9 @@ class OutboxStoreContract:
     async def test_h103_a_row_on_its_way_is_not_changed_by_requests(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         asked = await world.request(rows[0].id, "discard")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         assert (await world.store.poll(lane, limit=10)).requests == ()
-        lane = await world.store.announce(
+        lane = await world.announce(
             await world.store.settle(lane), Batch(items=[rows[1].id], requests=[asked]), settle=False
         )
         assert await world.status(rows[0].id) is Status.SENT
@@ -766,18 +769,18 @@ class OutboxStoreContract:
     async def test_h103_a_request_about_a_row_that_is_announced_with_it_waits(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
         asked = await world.request(rows[0].id, "discard")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id], requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id], requests=[asked]), settle=False)
         assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[0].id]
         lane = await world.store.settle(await world.store.amend(lane, [Failure(rows[0].id, 1, "no", 600.0)]))
         assert (await world.store.poll(lane, limit=10)).requests == (asked,)
 
     async def test_a_request_about_a_row_that_was_sent_does_nothing_and_is_gone(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
-        lane = await world.store.announce(lane, Batch(items=[rows[0].id]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
         lane = await world.store.settle(lane)
         edit = await world.request(rows[0].id, "edit", body=b"late", event_id=uuid4())
         asked = [await world.request(rows[0].id, "redrive"), await world.request(rows[0].id, "discard"), edit]
-        lane = await world.store.announce(lane, Batch(requests=asked), settle=False)
+        lane = await world.announce(lane, Batch(requests=asked), settle=False)
         assert await world.status(rows[0].id) is Status.SENT
         assert (await world.store.poll(lane, limit=10)).requests == ()
         assert lane.waiting == frozenset()
@@ -785,7 +788,7 @@ class OutboxStoreContract:
     async def test_requests_are_carried_out_in_the_order_in_which_they_were_made(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         failures = [Failure(row.id, 5, "no", None) for row in rows]
-        lane = await world.store.announce(lane, Batch(failures=failures), settle=False)
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
         asked = [
             await world.request(row, action)
             for row, action in (
@@ -795,16 +798,16 @@ class OutboxStoreContract:
                 (rows[1].id, "redrive"),
             )
         ]
-        await world.store.announce(lane, Batch(requests=asked), settle=False)
+        await world.announce(lane, Batch(requests=asked), settle=False)
         assert [await world.status(row.id) for row in rows] == [Status.DISCARDED, Status.DISCARDED]
 
     async def test_h32_only_the_owner_carries_out_requests(self, world: World) -> None:
         rows, old = await self.filled(world, "a", lease=0.05)
-        old = await world.store.announce(old, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
+        old = await world.announce(old, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
         asked = await world.request(rows[0].id, "redrive")
         new = await self.lane(world, "r2")
         with pytest.raises(LeaseLostError):
-            await world.store.announce(old, Batch(requests=[asked]), settle=False)
+            await world.announce(old, Batch(requests=[asked]), settle=False)
         assert await world.status(rows[0].id) is Status.FAILED
         assert (await world.store.poll(new, limit=10)).requests == (asked,)
 
@@ -815,7 +818,7 @@ class OutboxStoreContract:
         [row] = (await world.store.poll(lanes[1], limit=10)).fresh
         asked = await world.request(row.id, "discard")
         assert (await world.store.poll(lanes[0], limit=10)).requests == ()
-        await world.store.announce(lanes[0], Batch(requests=[asked]), settle=False)
+        await world.announce(lanes[0], Batch(requests=[asked]), settle=False)
         assert (await world.store.poll(lanes[1], limit=10)).requests == (asked,)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -846,7 +849,7 @@ class OutboxStoreContract:
         items = [*page.redo, *(row for row in page.fresh if row.order_key not in stopped)]
         parked = [row.id for row in page.fresh if row.order_key in stopped]
         batch = Batch(items=[row.id for row in items], parked=parked)
-        lane = await world.store.announce(lane, batch, settle=lane.announced is not None)
+        lane = await world.announce(lane, batch, settle=lane.announced is not None)
         failures, behind, failed = [], [], set()
         for row in items:
             if row.order_key in failed:

@@ -166,6 +166,7 @@ class Fate:
             world.identity(stored.row) for stored in world.store.rows() if stored.row.event_id not in kept
         }
         world.store = older
+        older.end_all()
         world.writers.open.clear()
         world.disconnected.update(world.living)
 

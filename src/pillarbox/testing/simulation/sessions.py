@@ -104,7 +104,7 @@ class SessionWriters(Writers):
             names = dict.fromkeys(key.key for key in self._keys)
             connection.execute(insert(Account), [{"name": name, "steps": 0, "version": 1} for name in names])
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         draw = self._world.draw
         with self._maker() as session:
             frames: list[list[tuple[UUID, Key]]] = [[]]
@@ -163,7 +163,8 @@ class SessionWriters(Writers):
             for event_id, key in events
             for route in self._world.routes
         ]
-        self.commit(Transaction(self._world.store.reserve(len(deliveries)), deliveries, set()), entries)
+        store = self._world.store
+        self.commit(Transaction(store.begin(), store.reserve(len(deliveries)), deliveries, set()), entries)
 
 
 _STEPS = (*["_raise"] * 4, "_publish", "_publish", "_flush", "_save", "_save", "_release", "_undo")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...outbox import Delivery, FailurePolicy, Lane, LaneName, Status
-from ...stores.memory import MemoryStore
+from ...stores.memory_log import MemoryLogStore
 from ...transport import Message
 from .brokers import event_of
 
@@ -18,7 +18,7 @@ PROGRESS = frozenset({"announce", "amend", "settle"})
 """The calls that write progress."""
 
 
-class SimulatedStore(MemoryStore):
+class SimulatedStore(MemoryLogStore):
     """Ids are given when a transaction writes, and rows appear when it commits."""
 
     def reserve(self, count: int) -> list[int]:
@@ -26,15 +26,21 @@ class SimulatedStore(MemoryStore):
         self._last_id += count
         return list(range(self._last_id - count + 1, self._last_id + 1))
 
-    def commit(self, ids: Sequence[int], deliveries: Sequence[Delivery]) -> None:
+    def commit(self, xid: int, ids: Sequence[int], deliveries: Sequence[Delivery]) -> None:
         """Let the rows of a transaction appear."""
         newest = self._last_id
         for row, delivery in zip(ids, deliveries, strict=True):
             self._last_id = row - 1
-            self.append(None, [delivery])
+            self.append(None, [delivery], xid=xid)
             lane = self._lanes[LaneName(delivery.route, delivery.shard)]
             lane.fresh = dict(sorted(lane.fresh.items()))
         self._last_id = newest
+        self.end(xid)
+
+    def end_all(self) -> None:
+        """Nobody is at work any more."""
+        for xid in sorted(self._running):
+            self.end(xid)
 
     def rows(self) -> Collection[Any]:
         """All that was ever committed, as it is kept."""

@@ -102,8 +102,8 @@ class SimulatedCarrier:
 class World:
     """Everything that a seed stands for.
 
-    ``numbered``, ``failover``, ``sessions`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens but
-    what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
+    ``numbered``, ``failover``, ``log``, ``sessions`` and ``focus`` leave less to chance. In a ``calm`` world nothing
+    happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
     """
 
     shards = 2
@@ -114,6 +114,7 @@ class World:
         *,
         numbered: bool | None = None,
         failover: bool | None = None,
+        log: bool | None = None,
         sessions: bool | None = None,
         focus: tuple[str, Sequence[str]] | None = None,
         calm: bool = False,
@@ -136,7 +137,9 @@ class World:
         self.handlers = Broker(self.chaos)
         self.routes = self._routes()
         self.everything_once = numbered and all(route.destination != BUS for route in self.routes)
-        self.store = SimulatedStore(shards=self.shards, draw_token=self.new_id)
+        self.store = SimulatedStore(
+            shards=self.shards, draw_token=self.new_id, log=seed % 2 == 0 if log is None else log
+        )
         self.store.register(None, self.routes)
         self.producers = {
             f"memory/{route.name}/{shard}": LaneName(route.id, shard)

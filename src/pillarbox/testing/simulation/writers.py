@@ -12,6 +12,7 @@ from .brokers import FOR_EVER, UNSENDABLE
 from .checker import Entry
 
 if TYPE_CHECKING:
+    from .store import SimulatedStore
     from .world import World
 
 BITTERNESS = (0.05, 0.1, 0.4)
@@ -22,6 +23,7 @@ BITTERNESS = (0.05, 0.1, 0.4)
 class Transaction:
     """Rows that have ids and are not visible yet. Its keys are locked: so their order is the order of commits."""
 
+    xid: int
     ids: list[int]
     deliveries: list[Delivery]
     keys: set[Key]
@@ -45,15 +47,22 @@ class Writers:
         """Decide who writes when."""
         chaos = self._world.chaos
         for _ in range(chaos.draw.randrange(8, 20)):
-            chaos.later(chaos.between(0, seconds), self._begin)
+            chaos.later(chaos.between(0, seconds), self._start)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
+        """A transaction may write something else long before it writes to the outbox."""
+        chaos, store = self._world.chaos, self._world.store
+        chaos.later(chaos.draw.choice((0.0, 0.0, chaos.between(0, 2))), self._begin, store, store.begin())
+
+    def _begin(self, store: SimulatedStore, xid: int) -> None:
+        if store is not self._world.store:
+            return  # the database that it began in is gone
         chaos, draw = self._world.chaos, self._world.draw
         locked = {key for transaction in self.open for key in transaction.keys}
         free = [key for key in self._keys if key not in locked]
         keys = [draw.choice(free) for _ in range(draw.choice((1, 1, 2, 4)))] if free else []
         deliveries = [delivery for key in keys for delivery in self._event(key)]
-        transaction = Transaction(self._world.store.reserve(len(deliveries)), deliveries, set(keys))
+        transaction = Transaction(xid, store.reserve(len(deliveries)), deliveries, set(keys))
         self.open.append(transaction)
         chaos.later(draw.choice((0.0, chaos.between(0, 4))), self._end, transaction, draw.random() < 0.15)
 
@@ -94,7 +103,9 @@ class Writers:
     def _end(self, transaction: Transaction, rolls_back: bool) -> None:
         if transaction in self.open:
             self.open.remove(transaction)
-            if not rolls_back:
+            if rolls_back:
+                self._world.store.end(transaction.xid)
+            else:
                 found = transaction.deliveries
                 self.commit(transaction, [Entry(it.topic, it.tenant, it.key, it.event_id, it.body) for it in found])
 
@@ -102,6 +113,6 @@ class Writers:
         """Put rows into the outbox, and into the ledger what must come of them."""
         world = self._world
         world.chaos.note("commit", transaction.ids)
-        world.store.commit(transaction.ids, transaction.deliveries)
+        world.store.commit(transaction.xid, transaction.ids, transaction.deliveries)
         world.ledger.committed += entries
         world.ring({LaneName(it.route, it.shard) for it in transaction.deliveries})

@@ -1,0 +1,386 @@
+"""What the log store asks and tells PostgreSQL.
+
+Every statement is led to its index whatever the statistics say. The lane's index and the one by transaction are both
+partial: a statement that names a status can use only the first, one that names an xid only the second. What looks for
+the first rows of many transactions probes for each of them; a limit, or an offset of nothing, keeps the planner from
+making a join of that.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import text
+
+from .statement import DirectStatement
+
+_ROW = "id, event_id, topic, key, tenant, headers, body"
+_COLUMNS = "o.id, o.event_id, o.topic, o.key, o.tenant, CAST(o.headers AS text) AS headers, o.body"
+_LANE = "o.route = :route AND o.shard = :shard"
+_FRESH = f"{_LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
+_LIVE = "ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']"
+
+
+def _sized(rows: str, columns: str) -> str:
+    """As many rows as the bytes allow, in the order of their ids, but at least one."""
+    return f"""
+    SELECT {columns} FROM (
+        SELECT page.*, length(body) AS size, sum(length(body)) OVER (ORDER BY id) AS total FROM ({rows}) page
+    ) sized
+    WHERE total <= :max_bytes OR total = size"""  # noqa: S608  constants
+
+
+def _of_transactions(xids: str, conditions: str) -> str:
+    """The first rows of each of these transactions."""
+    return f"""
+        SELECT one.* FROM {xids} AS x(xid) CROSS JOIN LATERAL (
+            SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
+            WHERE {_LANE} AND o.xid = x.xid AND {conditions} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+            ORDER BY o.id LIMIT :limit + 1
+        ) one"""  # noqa: S608  constants
+
+
+# Where we look, and whether we may: a standby's snapshot does not know who is at work on the primary, and rows that a
+# policy hides from us would be passed over for good.
+_LOOK = """
+    UNION ALL
+    SELECT 2, (SELECT count(*) FROM late), NULL, CAST(pg_current_snapshot() AS text),
+           (SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late),
+           CASE WHEN pg_is_in_recovery() THEN 'standby'
+                WHEN row_security_active('pillarbox_outbox') THEN 'filtered' END,
+           NULL, NULL
+    UNION ALL
+    (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
+     FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard ORDER BY r.id LIMIT :limit)"""
+
+_XMAX = "CAST(CAST(:xmax AS text) AS xid8)"
+_RUNNING = "unnest(CAST(CAST(:running AS text[]) AS xid8[]))"
+
+POLL = DirectStatement(
+    text(
+        f"""
+    WITH late AS MATERIALIZED (
+        SELECT found.* FROM (
+            {_of_transactions(_RUNNING, "o.id <= :high")}
+            UNION ALL
+            (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
+             ORDER BY o.xid, o.id LIMIT :limit + 1)
+        ) found ORDER BY found.id LIMIT :limit + 1
+    ), fresh AS (
+        SELECT {_COLUMNS} FROM pillarbox_outbox o
+        WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        ORDER BY o.id LIMIT :limit
+    )
+    {_sized(f"SELECT 0 AS part, {_ROW} FROM late UNION ALL SELECT 1, fresh.* FROM fresh", f"part, {_ROW}")}
+    {_LOOK}
+    """  # noqa: S608  constants
+    )
+)
+"""A look: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions, and whether we
+may look at all (2), and people's requests (3)."""
+
+PAGE = DirectStatement(
+    text(
+        f"""
+    WITH late AS MATERIALIZED (
+        {_of_transactions("unnest(CAST(CAST(:late AS text[]) AS xid8[]))", "o.id > :done AND o.id <= :high")}
+        ORDER BY id LIMIT :limit + 1
+    )
+    {_sized(f"SELECT 0 AS part, {_ROW} FROM late", f"part, {_ROW}")}
+    {_LOOK}
+    """  # noqa: S608  constants
+    )
+)
+"""The next page of late rows."""
+
+LATE_XIDS = text(
+    f"""
+    SELECT DISTINCT CAST(CAST(o.xid AS text) AS bigint) FROM pillarbox_outbox o
+    WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high
+      AND pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot))
+    """  # noqa: S608  constants
+)
+"""Which transactions brought late rows, of those that were not listed as running."""
+
+BETWEEN = text(
+    f"""
+    WITH late AS (
+        SELECT one.* FROM {_RUNNING} AS x(xid) CROSS JOIN LATERAL (
+            SELECT {_COLUMNS} FROM pillarbox_outbox o
+            WHERE {_LANE} AND o.xid = x.xid AND o.id > :late_after AND o.id <= :late_up_to
+              AND pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot))
+            OFFSET 0
+        ) one
+        UNION ALL
+        SELECT {_COLUMNS} FROM pillarbox_outbox o
+        WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id > :late_after AND o.id <= :late_up_to
+          AND pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot))
+    ), fresh AS (
+        SELECT {_COLUMNS} FROM pillarbox_outbox o
+        WHERE {_FRESH} AND o.id > :after AND o.id <= :up_to
+          AND (o.xid IS NULL OR pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot)))
+        ORDER BY o.id
+    )
+    SELECT found.*, 0 AS attempts FROM (SELECT * FROM late UNION ALL SELECT * FROM fresh) found ORDER BY id
+    """  # noqa: S608  constants
+)
+"""The rows of a batch: what one cursor covers and the one before it does not."""
+
+_DUE = """f.status = 'RETRYING' AND f.available_at <= clock_timestamp()"""
+_FAILURE = "f.route = :route AND f.shard = :shard"
+_BLOCKS = "(f.status <> 'FAILED' OR CAST(:parks AS boolean))"
+_WAITING = "f.status IN ('RETRYING', 'PARKED', 'FAILED')"
+
+
+def _delivery_of(failures: str) -> str:
+    """Failures with what their rows hold, or what a person has put in its place."""
+    return f"""
+        SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
+               CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
+               f.attempts, f.status, o.schema_version
+        FROM ({failures}) f CROSS JOIN LATERAL (
+            SELECT one.* FROM unnest({_LIVE}) AS s(status) CROSS JOIN LATERAL (
+                SELECT o.* FROM pillarbox_outbox o
+                WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = f.row_id ORDER BY o.id LIMIT 1
+            ) one
+        ) o"""  # noqa: S608  constants
+
+
+HEADS = text(
+    _sized(
+        _delivery_of(
+            f"""
+            SELECT f.* FROM pillarbox_failures f
+            WHERE {_FAILURE} AND {_DUE} AND f.row_id <> ALL (CAST(:sending AS bigint[]))
+              AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[])))
+              AND (
+                SELECT b.row_id FROM pillarbox_failures b
+                WHERE b.key = f.key AND b.route = f.route AND b.shard = f.shard AND b.row_id < f.row_id
+                  AND b.tenant IS NOT DISTINCT FROM f.tenant AND b.status IN ('RETRYING', 'PARKED', 'FAILED')
+                  AND b.status <> 'PARKED' AND (b.status <> 'FAILED' OR CAST(:parks AS boolean))
+                ORDER BY b.row_id LIMIT 1
+              ) IS NULL
+            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
+        ),
+        f"{_ROW}, attempts, status",
+    )
+)
+"""Rows that are due and the first of their key."""
+
+FOLLOWERS = text(
+    _sized(
+        _delivery_of(
+            f"""
+            SELECT f.row_id, f.event_id, f.headers, f.body, f.attempts,
+                   CASE WHEN f.status = 'PARKED' OR ({_DUE}) THEN 'due' ELSE f.status END AS status
+            FROM pillarbox_failures f
+            WHERE {_FAILURE} AND f.key = :key AND f.tenant IS NOT DISTINCT FROM CAST(:tenant AS text)
+              AND f.row_id > :after AND {_WAITING} AND {_BLOCKS}
+            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
+        ),
+        f"{_ROW}, attempts, status",
+    )
+)
+"""The waiting rows of a key behind a row of it, with 'due' if they may follow."""
+
+REDONE = text(
+    f"SELECT {_ROW}, attempts, schema_version FROM ("  # noqa: S608  constants
+    + _delivery_of(
+        f"SELECT f.* FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"  # noqa: S608
+    )
+    + ") d"
+)
+"""Failed rows, by their ids."""
+
+# -- who has something to do -------------------------------------------------------------------------------------------
+
+_HERE = "o.route = l.route AND o.shard = l.shard"
+_HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
+_SEEN = "CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot)"
+READY = text(
+    f"""
+    SELECT l.route, l.shard FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
+    WHERE l.route = ANY (CAST(:routes AS bigint[])) AND NOT l.paused AND l.cursor IS NOT NULL
+      AND (CAST(:relay AS text) IS NULL OR (l.locked_by = CAST(:relay AS text) AND l.locked_until > clock_timestamp()))
+      AND (
+        l.announced IS NOT NULL OR split_part(l.cursor, ' ', 3) <> ''
+        OR (SELECT o.id FROM pillarbox_outbox o
+            WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > {_HIGH}
+              AND NOT EXISTS (SELECT FROM pillarbox_failures f WHERE f.route = o.route AND f.shard = o.shard
+                              AND f.row_id = o.id)
+            ORDER BY o.id LIMIT 1) IS NOT NULL
+        OR (SELECT o.id FROM pg_snapshot_xip({_SEEN}) AS x(xid) CROSS JOIN LATERAL (
+                SELECT o.id FROM pillarbox_outbox o WHERE {_HERE} AND o.xid = x.xid AND o.id <= {_HIGH}
+                ORDER BY o.id LIMIT 1
+            ) o LIMIT 1) IS NOT NULL
+        OR (SELECT o.id FROM pillarbox_outbox o
+            WHERE {_HERE} AND o.xid >= pg_snapshot_xmax({_SEEN}) AND o.id <= {_HIGH}
+            ORDER BY o.xid, o.id LIMIT 1) IS NOT NULL
+        OR EXISTS (
+            SELECT FROM pillarbox_failures f WHERE f.route = l.route AND f.shard = l.shard AND {_DUE}
+            AND (SELECT b.row_id FROM pillarbox_failures b
+                 WHERE b.key = f.key AND b.route = f.route AND b.shard = f.shard AND b.row_id < f.row_id
+                   AND b.tenant IS NOT DISTINCT FROM f.tenant AND b.status IN ('RETRYING', 'PARKED', 'FAILED')
+                   AND b.status <> 'PARKED' AND (b.status <> 'FAILED' OR r.on_failure = 'park')
+                 ORDER BY b.row_id LIMIT 1) IS NULL)
+        OR EXISTS (SELECT FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
+      )
+    """  # noqa: S608  constants
+)
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+_FENCE = """
+    UPDATE pillarbox_lanes
+    SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, tries = 0
+    WHERE route = :route AND shard = :shard AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :batch
+      AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
+    RETURNING {}
+"""
+_ENTRY = """
+    INSERT INTO pillarbox_journal (route, shard, high, batch, cursor, redone, skipped, first_number, count, relay)
+"""
+_SETTLED = """CAST(:route AS bigint), CAST(:shard AS integer), CAST(:settled_high AS bigint), CAST(:batch AS bigint),
+    CAST(:settled AS text), CAST(:redone AS bigint[]), CAST(:skipped AS bigint[]), CAST(:first_number AS bigint),
+    CAST(:count AS integer)"""
+ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
+# The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
+ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format("set_config('synchronous_commit', 'off', true)")))
+SETTLE = DirectStatement(
+    text(
+        f"WITH fence AS ({_FENCE.format('locked_by')}) {_ENTRY} SELECT {_SETTLED}, locked_by FROM fence RETURNING 1"  # noqa: S608
+    )
+)
+"""Settle what was announced, and announce what follows, if anything does."""
+JOURNAL = text(
+    f"{_ENTRY} SELECT {_SETTLED}, locked_by FROM pillarbox_lanes WHERE route = :route AND shard = :shard"  # noqa: S608
+)
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+KNOWN = text(
+    f"""
+    SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
+    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN unnest({_LIVE}) AS s(status)
+    CROSS JOIN LATERAL (
+        SELECT o.id, o.xid, o.tenant, o.key FROM pillarbox_outbox o
+        WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = i.id ORDER BY o.id LIMIT 1
+    ) o
+    """  # noqa: S608  constants
+)
+"""Where rows stand, and their keys."""
+
+FAILURES = text(
+    f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.key FROM pillarbox_failures f "  # noqa: S608
+    f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"
+)
+
+FAILURE_COLUMNS = ("row_id", "tenant", "key", "status", "attempts", "available_in", "last_error")
+WRITE_FAILURES = text(
+    """
+    INSERT INTO pillarbox_failures AS f
+        (route, shard, row_id, tenant, key, status, attempts, available_at, last_error)
+    SELECT :route, :shard, v.row_id, v.tenant, v.key, v.status, v.attempts,
+           clock_timestamp() + make_interval(secs => v.available_in), v.last_error
+    FROM unnest(CAST(:row_id AS bigint[]), CAST(:tenant AS text[]), CAST(:key AS text[]), CAST(:status AS text[]),
+                CAST(:attempts AS integer[]), CAST(:available_in AS double precision[]), CAST(:last_error AS text[]))
+        AS v(row_id, tenant, key, status, attempts, available_in, last_error)
+    ON CONFLICT (route, shard, row_id) DO UPDATE
+    SET status = excluded.status, attempts = excluded.attempts, available_at = excluded.available_at,
+        last_error = coalesce(excluded.last_error, f.last_error)
+    """
+)
+
+FIRSTS = text(
+    f"""
+    SELECT k.tenant, k.key, first.row_id, first.status
+    FROM unnest(CAST(:tenants AS text[]), CAST(:keys AS text[])) AS k(tenant, key) LEFT JOIN LATERAL (
+        SELECT f.row_id, f.status FROM pillarbox_failures f
+        WHERE f.key = k.key AND {_FAILURE} AND f.tenant IS NOT DISTINCT FROM k.tenant AND {_WAITING} AND {_BLOCKS}
+        ORDER BY f.row_id LIMIT 1
+    ) first ON true
+    """  # noqa: S608  constants
+)
+"""For keys: the first row that later ones must not overtake."""
+
+PROMOTE = text(
+    f"""
+    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp()
+    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status = 'PARKED'
+    """  # noqa: S608  constants
+)
+
+DONE = (
+    # An edit is kept as long as its row: it is what was sent.
+    text(
+        f"UPDATE pillarbox_failures f SET status = 'SENT', available_at = NULL "  # noqa: S608
+        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NOT NULL"
+    ),
+    text(
+        f"DELETE FROM pillarbox_failures f "  # noqa: S608
+        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
+    ),
+)
+"""Failed rows that are at the destination."""
+
+REDRIVE = text(
+    f"""
+    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0
+    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status IN ('RETRYING', 'FAILED')
+    """  # noqa: S608  constants
+)
+EDIT = text(
+    f"""
+    UPDATE pillarbox_failures f
+    SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0,
+        event_id = CAST(:event_id AS uuid), body = :body, headers = CAST(:headers AS json)
+    WHERE {_FAILURE} AND f.row_id = :row_id AND f.status IN ('RETRYING', 'FAILED')
+    """  # noqa: S608  constants
+)
+TAKEN = text(
+    """
+    SELECT 1 FROM pillarbox_outbox
+    WHERE event_id = CAST(:event_id AS uuid) AND route = :route AND schema_version = :schema_version
+    UNION ALL
+    SELECT 1 FROM pillarbox_failures WHERE event_id = CAST(:event_id AS uuid) AND route = :route
+    """
+)
+
+# -- taking over -------------------------------------------------------------------------------------------------------
+
+WAITING = text(
+    f"""
+    SELECT DISTINCT f.route, f.shard, f.tenant, f.key
+    FROM pillarbox_failures f JOIN pillarbox_routes r ON r.id = f.route
+    JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
+      ON l.route = f.route AND l.shard = f.shard
+    WHERE {_WAITING} AND (f.status <> 'FAILED' OR r.on_failure = 'park')
+    """  # noqa: S608  constants
+)
+DISCARDED = text(
+    """
+    SELECT f.route, f.shard, f.row_id
+    FROM pillarbox_failures f JOIN pillarbox_lanes p ON p.route = f.route AND p.shard = f.shard
+    JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
+      ON l.route = f.route AND l.shard = f.shard
+    CROSS JOIN LATERAL (
+        SELECT o.id, o.xid FROM pillarbox_outbox o
+        WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+          AND o.id = f.row_id
+    ) o
+    WHERE f.status = 'DISCARDED' AND NOT pillarbox_covered(p.cursor, o.id, o.xid)
+    """
+)
+"""Rows that are never to be sent, and that the lane has not passed."""
+PARKED = text(
+    f"SELECT f.tenant, f.key FROM pillarbox_failures f WHERE {_FAILURE} AND f.status = 'PARKED'"  # noqa: S608
+)
+GUARDS = text(
+    """
+    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
+            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+           (SELECT seqcache FROM pg_sequence
+            WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
+           pg_is_in_recovery(), row_security_active('pillarbox_outbox'),
+           current_setting('fsync'), current_setting('synchronous_commit')
+    """
+)
