@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .figures import PAYLOAD_BYTES
-from .load import BATCH, OrderSink, Sink, Ticked, box_on
+from .figures import BATCH, PAYLOAD_BYTES
+from .load import OrderSink, Sink, Ticked, box_on
 
 _ROOT = Path(__file__).parents[1]
 _READY_SECONDS = 30

@@ -18,9 +18,9 @@ from typing import Any
 from pillarbox import Pillarbox
 
 from . import children
-from .figures import PAYLOAD_BYTES, cpu_seconds
+from .figures import BATCH, PAYLOAD_BYTES, cpu_seconds
 from .floors import floor_on
-from .load import BATCH, ROUTE, Sink, drain, empty, fill, refill_and_drain, vacuum
+from .load import ROUTE, Sink, drain, empty, fill, refill_and_drain, vacuum
 from .servers import Bench
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import time
@@ -13,6 +14,7 @@ from uuid import UUID
 
 RESULTS = Path(__file__).parent / "results.json"
 PAYLOAD_BYTES = 300
+BATCH = 500
 _MEGABYTE = 1_048_576
 
 
@@ -64,7 +66,8 @@ def keep(subject: str, figures: Mapping[str, object], **about: object) -> dict[s
     """Put figures into the results, beside those of other subjects; all of them come back."""
     kept = load()
     kept |= rounded(dict(figures))
-    kept["runs"] = {**kept.get("runs", {}), subject: {"at": time.strftime("%Y-%m-%d %H:%M:%S"), **about}}
+    run = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "load": round(os.getloadavg()[0], 1), **about}
+    kept["runs"] = {**kept.get("runs", {}), subject: run}
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     return kept
 

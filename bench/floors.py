@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager
 
 import asyncpg  # type: ignore[import-untyped]
 
-from .figures import body, seq_of
+from .figures import BATCH, body, seq_of
 
-BATCH = 500
 TABLES = """
 CREATE TABLE floor_outbox (
     id bigserial PRIMARY KEY, topic text NOT NULL, key text, payload bytea NOT NULL, headers jsonb,

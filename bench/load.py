@@ -15,9 +15,8 @@ from pillarbox.outbox import Delivery, LaneName
 from pillarbox.transport import Capabilities, Outcome
 
 from . import stores
-from .figures import PAYLOAD_BYTES, body, seq_of
+from .figures import BATCH, PAYLOAD_BYTES, body, seq_of
 
-BATCH = 500
 ROUTE = Route("bench.**", to="sink", topic="bench.order.events")
 _TYPE = "bench.clock.ticked"
 

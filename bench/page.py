@@ -12,6 +12,8 @@ from . import figures, picture
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "reference" / "performance.md"
 PICTURE = _DOCS / "images" / "performance.svg"
+_OWN_LOAD = 5.0
+"""What a benchmark, with the server and processes of its own, brings about by itself."""
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def _blocks(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     cores = {1: "one core", 2: "two cores"}.get(machine["cores"], f"{machine['cores']} cores")
     python = machine["python"].rpartition(".")[0]
     postgresql = machine["postgresql"].split()[0]
-    yield "machine", f"Measured on a machine with {cores}, PostgreSQL {postgresql} and Python {python}."
+    yield "machine", f"Measured on a machine with {cores}, PostgreSQL {postgresql} and Python {python}.{_busy(results)}"
     yield "figures", _table(("figure", "measured"), [(f"`{name}`", value) for name, value in _figures(results)])
     yield (
         "write",
@@ -55,12 +57,20 @@ def _blocks(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "peers", _table(head, _peers(results["peers"]))
 
 
+def _busy(results: Mapping[str, Any]) -> str:
+    loads = [run["load"] for run in results["runs"].values() if "load" in run]
+    if max(loads, default=0.0) <= _OWN_LOAD:
+        return ""
+    busy = f"Other programs kept it busy meanwhile, with a load of {min(loads):.0f} to {max(loads):.0f}:"
+    return f"\n{busy} rates are lower and times longer than\nthey would be alone, and ratios are less certain, too."
+
+
 def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in _NAMES:
         if name in results:
             found = results[name]
             if isinstance(found, dict):
-                yield name, ", ".join(f"{each} {value:.2f}" for each, value in found.items())
+                yield name, ", ".join(f"{each}: {value:.2f}" for each, value in found.items())
             else:
                 yield name, f"{found:,.0f}" if abs(found) >= 100 else f"{found:.2f}"
 

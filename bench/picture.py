@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 _WIDTH = 880
-_LABEL = 200
+_LABEL = 216
 """How much of the width the names take."""
 _ROW = 24
 _BAR = 14

@@ -20,7 +20,8 @@ from pillarbox import Pillarbox
 from pillarbox.outbox import Batch, Lane
 
 from .children import Task, writer
-from .load import BATCH, ROUTE, Sink, seed
+from .figures import BATCH
+from .load import ROUTE, Sink, seed
 from .servers import Bench
 
 _RATE = 1000

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 import asyncpg  # type: ignore[import-untyped]
 
-from bench.figures import PAYLOAD_BYTES, seq_of
-from bench.load import BATCH, ROUTE, Sink, Ticked, box_on, fill
+from bench.figures import BATCH, PAYLOAD_BYTES, seq_of
+from bench.load import ROUTE, Sink, Ticked, box_on, fill
 from pillarbox import Message
 
 from .contender import Arrived, Contender, main
