@@ -7,6 +7,7 @@ databases are made and dropped.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -77,7 +78,8 @@ async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 @contextmanager
 def bench(sizes: Sizes, store: str | None) -> Iterator[Bench]:
-    """Everything that a subject needs. Nothing of it is left behind."""
+    """Everything that a subject needs. Nothing of it is left behind, even if we are told to end."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pillarbox-bench-") as name:
         folder = Path(name)
         folder.chmod(0o711)  # the server may run as another user, who has to get through
