@@ -43,8 +43,8 @@ def main() -> None:
         parser.error(f"no such subject: {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
     with bench(QUICK if chosen.quick else FULL, chosen.store) as given:
         version = uvloop.run(given.check_durability())
-        python = platform.python_version()
-        figures.keep("machine", {"machine": {"cores": os.cpu_count(), "postgresql": version, "python": python}})
+        machine = {"cores": os.cpu_count(), "postgresql": version, "python": platform.python_version()}
+        figures.keep("machine", {"machine": {**machine, "store": chosen.store or stores.CHOICES[0]}})
         for name in wanted:
             _measure(name, given)
     print(f"written to {figures.RESULTS.relative_to(figures.RESULTS.parents[1])}")

@@ -35,7 +35,8 @@ def _blocks(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     cores = {1: "one core", 2: "two cores"}.get(machine["cores"], f"{machine['cores']} cores")
     python = machine["python"].rpartition(".")[0]
     postgresql = machine["postgresql"].split()[0]
-    yield "machine", f"Measured on a machine with {cores}, PostgreSQL {postgresql} and Python {python}.{_busy(results)}"
+    measured = f"The {machine['store']} store, on a machine with {cores}, PostgreSQL {postgresql} and Python {python}."
+    yield "machine", measured + _busy(results)
     yield "figures", _table(("figure", "measured"), [(f"`{name}`", value) for name, value in _figures(results)])
     yield (
         "write",
