@@ -54,7 +54,7 @@ def _measure(name: str, given: Bench) -> None:
     started = time.perf_counter()
     found = uvloop.run(SUBJECTS[name].measure(given))
     seconds = round(time.perf_counter() - started)
-    kept = figures.keep(name, found, quick=given.sizes.quick, store=given.store or "default", seconds=seconds)
+    kept = figures.keep(name, found, quick=given.sizes.quick, store=given.store or stores.CHOICES[0], seconds=seconds)
     print(SUBJECTS[name].report(kept), f"  ({seconds} s)\n", sep="\n", flush=True)
 
 

@@ -63,10 +63,15 @@ def load() -> dict[str, Any]:
 
 
 def keep(subject: str, figures: Mapping[str, object], **about: object) -> dict[str, Any]:
-    """Put figures into the results, beside those of other subjects; all of them come back."""
+    """Put figures into the results, beside those of other subjects; all of them come back. What an earlier run has
+    measured of the same subject goes, also where this one did not measure it.
+    """
     kept = load()
+    for name in kept.get("runs", {}).get(subject, {}).get("names", ()):
+        kept.pop(name, None)
     kept |= rounded(dict(figures))
     run = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "load": round(os.getloadavg()[0], 1), **about}
+    run["names"] = sorted(figures)
     kept["runs"] = {**kept.get("runs", {}), subject: run}
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     return kept

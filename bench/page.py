@@ -20,6 +20,10 @@ def main() -> None:
     results = figures.load()
     if quick := [name for name, run in results["runs"].items() if run.get("quick")]:
         raise SystemExit(f"error: measured with small sizes, which are no figures: {', '.join(quick)}; run make bench")
+    if len(mixed := {run["store"] for run in results["runs"].values() if "store" in run}) > 1:
+        raise SystemExit(
+            f"error: subjects were measured with different stores: {', '.join(sorted(mixed))}; run make bench"
+        )
     page = PAGE.read_text()
     for name, lines in _blocks(results):
         fence = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
