@@ -29,7 +29,7 @@ from tests.servers import Server, Servers
 SEED = 20261115
 ROUTE = RouteRecord("step by step", "nowhere", "steps")
 BODY = b"0123456789"
-SCHEDULES, STEPS = 5, 220
+SCHEDULES, STEPS = 3, 220
 
 
 @pytest.fixture
