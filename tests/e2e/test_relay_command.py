@@ -327,7 +327,7 @@ def test_h31_h32_a_relay_that_was_frozen_sends_and_settles_nothing_when_it_wakes
 
 
 def _settled(town: Town) -> bool:
-    return town.select("SELECT count(*) FROM pillarbox_outbox WHERE status <> 'SENT'") == [(0,)]
+    return town.select("SELECT count(*) FROM outbox_events WHERE status <> 'SENT'") == [(0,)]
 
 
 # -- what it serves ----------------------------------------------------------------------------------------------------
