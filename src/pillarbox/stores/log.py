@@ -119,7 +119,7 @@ class LogStore(QueueStore):
             )
         following, skipped = _following(lane, batch)
         if not (lane.waiting or skipped or batch.failures or batch.parked or batch.requests):
-            await self.each_alone(_write_at_once, lane, following, batch.relaxed)
+            await self.each_alone(_write_at_once, lane, following, batch.cursor, batch.relaxed)
             return following
         return await self.all_or_nothing(_announce, lane, following, batch, skipped)
 
@@ -167,11 +167,19 @@ def _ready(connection: Connection, routes: list[int], relay: str | None) -> froz
     return frozenset(LaneName(*row) for row in connection.execute(sql.READY, {"routes": routes, "relay": relay}))
 
 
+class Look(msgspec.Struct, frozen=True):
+    """What a page has to tell its announcement."""
+
+    window: Window
+    server: str
+    """Where we looked. After a failover others may use the numbers that we have seen."""
+
+
 def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str]) -> Page:
     start = position(lane)
-    window, rows, asked = _look(connection, lane, start, limit, max_bytes)
+    look, rows, asked = _look(connection, lane, start, limit, max_bytes)
     if start.paging is not None and not rows:  # what was left of the late rows has been discarded
-        window, rows, asked = _look(connection, lane, Cursor(start.high, start.paging), limit, max_bytes)
+        look, rows, asked = _look(connection, lane, Cursor(start.high, start.paging), limit, max_bytes)
     held: list[Row] = []
     if paused:
         held = [row for row in rows if row.tenant in paused]
@@ -185,13 +193,13 @@ def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused
         fresh=tuple(rows),
         held=tuple(held),
         requests=tuple(sorted(asked)),
-        cursor=window,
+        cursor=look,
     )
 
 
 def _look(
     connection: Connection, lane: Lane, start: Cursor, limit: int, max_bytes: int
-) -> tuple[Window, list[Row], dict[int, int]]:
+) -> tuple[Look, list[Row], dict[int, int]]:
     """What comes next, with its rows; and people's requests, each with the row that it is about."""
     parameters = {
         "route": lane.route.id,
@@ -240,10 +248,10 @@ def _looked(found: Sequence[Any], start: Cursor) -> tuple[int, Snapshot, tuple[i
 
 def _window(
     found: Sequence[Any], start: Cursor, snapshot: Snapshot, xids: tuple[int, ...], limit: int
-) -> tuple[Window, list[Row], dict[int, int]]:
+) -> tuple[Look, list[Row], dict[int, int]]:
     """What was found, as far as a batch takes it."""
     rows = sorted((row_of((*values[1:], 0)) for values in found if values[0] < _LOOK), key=attrgetter("id"))[:limit]
-    count = next(values[1] for values in found if values[0] == _LOOK)
+    count, server = next((values[1], values[6]) for values in found if values[0] == _LOOK)
     late = min(count, sum(values[0] == 0 for values in found), limit)
     more = late < count
     if more:  # none of the fresh ones before the last late one
@@ -256,7 +264,7 @@ def _window(
         xids=xids,
         more=more,
     )
-    return window, rows, {values[1]: int(values[4]) for values in found if values[0] == _REQUEST}
+    return Look(window, server), rows, {values[1]: int(values[4]) for values in found if values[0] == _REQUEST}
 
 
 def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
@@ -299,11 +307,15 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
 def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     """The lane once the batch is announced, and the rows that its cursor passes without sending them."""
     reached, items = position(lane), tuple(batch.items)
-    window: Window = batch.cursor or Window(reached, reached.seen)
+    look: Look | None = batch.cursor
+    window = Window(reached, reached.seen) if look is None else look.window
     dealt = {*items, *batch.parked, *(failure.row for failure in batch.failures)}
-    to = window.dealt_with(dealt) if batch.cursor is not None else reached
+    to = reached if look is None else window.dealt_with(dealt)
     sent, passed = {*items}, [row for row in window.ids if row in dealt]
     skipped = tuple(row for row in passed if row not in sent)
+    discarded = {row for row in lane.discarded if row <= to.high}
+    if discarded and to.paging is None:  # then they are behind us
+        lane = replace(lane, discarded=lane.discarded - discarded)
     if not items:
         return replace(lane, batch=lane.batch + 1, announced=None, tries=0, cursor=to), skipped
     redo = tuple(sorted(sent.difference(passed)))
@@ -313,7 +325,7 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         to=str(to),
         start=None if window.start == reached else str(window.start),
         redo=redo,
-        skip=skipped,
+        skip=(*skipped, *sorted(discarded)),
     )
     announced = Announcement(
         first,
@@ -333,7 +345,9 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     return following, skipped
 
 
-def _write_at_once(connection: Connection, lane: Lane, following: Lane, relaxed: bool = False) -> None:
+def _write_at_once(
+    connection: Connection, lane: Lane, following: Lane, look: Look | None = None, relaxed: bool = False
+) -> None:
     """The common case, in one statement. What is settled must stay settled, so only an announcement by itself can be
     relaxed.
     """
@@ -346,6 +360,7 @@ def _write_at_once(connection: Connection, lane: Lane, following: Lane, relaxed:
         "token": str(lane.token),
         "next_batch": following.batch,
         "next_number": following.next_number,
+        "server": None if look is None else look.server,
     }
     if lane.announced is not None:
         owned = sql.SETTLE.fetch(connection, parameters)
@@ -381,6 +396,8 @@ def _entry(lane: Lane, skipped: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch, skipped: tuple[int, ...]) -> Lane:
+    if batch.cursor is not None and connection.execute(sql.SERVER).scalar_one() != batch.cursor.server:
+        raise lease_lost(lane)
     _write(connection, lane, following)
     if skipped and following.announced is None:
         connection.execute(sql.JOURNAL, _entry(following, skipped))

@@ -46,7 +46,7 @@ _LOOK = """
            (SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late),
            CASE WHEN pg_is_in_recovery() THEN 'standby'
                 WHEN row_security_active('pillarbox_outbox') THEN 'filtered' END,
-           NULL, NULL
+           CAST(extract(epoch FROM pg_postmaster_start_time()) AS text), NULL
     UNION ALL
     (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
      FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard ORDER BY r.id LIMIT :limit)"""
@@ -234,6 +234,7 @@ _FENCE = """
     SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, tries = 0
     WHERE route = :route AND shard = :shard AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :batch
       AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
+      AND coalesce(CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) = CAST(:server AS text), true)
     RETURNING {}
 """
 _ENTRY = """
@@ -251,6 +252,8 @@ SETTLE = DirectStatement(
     )
 )
 """Settle what was announced, and announce what follows, if anything does."""
+SERVER = text("SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text)")
+"""Which server this is, and since when. Another one may have less in it than the one where we looked."""
 JOURNAL = text(
     f"{_ENTRY} SELECT {_SETTLED}, locked_by FROM pillarbox_lanes WHERE route = :route AND shard = :shard"  # noqa: S608
 )

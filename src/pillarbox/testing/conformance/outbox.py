@@ -737,6 +737,18 @@ class OutboxStoreContract:
         assert [row.id for row in await self.due(world, lane)] == [rows[2].id]
         assert (await world.store.poll(lane, limit=10)).fresh == ()
 
+    async def test_h103_a_batch_that_goes_past_a_discarded_row_is_rebuilt_exactly(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b", "c", "d")
+        asked = await world.request(rows[1].id, "discard")
+        lane = await world.announce(lane, Batch(items=[rows[0].id], requests=[asked]), settle=False)
+        lane = await world.announce(lane, Batch(items=[rows[2].id]), settle=True)
+        assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[2].id]
+        lane = await world.announce(lane, Batch(items=[rows[3].id]), settle=True)
+        assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[3].id]
+        await world.store.settle(lane)
+        statuses = [await world.status(row.id) for row in rows]
+        assert statuses == [Status.SENT, Status.DISCARDED, Status.SENT, Status.SENT]
+
     async def test_the_last_waiting_row_of_a_key_can_be_discarded(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
         lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 5, "no", None)]), settle=False)
