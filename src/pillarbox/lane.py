@@ -56,6 +56,8 @@ class Pace:
 @dataclass(slots=True)
 class _Plan:
     items: list[Row] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """The items as they would be sent, if nothing is taken out of them."""
     failures: list[Failure] = field(default_factory=list)
     parked: list[int] = field(default_factory=list)
 
@@ -193,7 +195,8 @@ class LaneWorker:
         first = self.lane.next_number
         await self._announce(batch)
         if plan.items:
-            await self._deliver(list(enumerate(plan.items, start=first)))
+            whole = len(plan.messages) == len(plan.items)
+            await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if whole else None)
         return self._may_be_more(page, plan)
 
     async def _announce(self, batch: Batch) -> None:
@@ -293,13 +296,12 @@ class LaneWorker:
         )
 
     def _plan(self, page: Page) -> _Plan:
-        plan = _Plan()
+        plan = _Plan(parked=[row.id for row in page.held])
         stopped: set[Key] = set()
         for row in page.redo:
             if row.order_key not in stopped:
                 self._decide(row, plan, stopped)
         waiting = self.lane.waiting
-        plan.parked += [row.id for row in page.held]
         for row in page.fresh:
             if (stopped or waiting) and (row.order_key in stopped or row.order_key in waiting):
                 plan.parked.append(row.id)
@@ -308,9 +310,11 @@ class LaneWorker:
         return plan
 
     def _decide(self, row: Row, plan: _Plan, stopped: set[Key]) -> None:
-        refusal = self._publisher.preflight(_message(0, row))
+        message = Message(row.topic, row.key, row.body, row.headers, self.lane.next_number + len(plan.items))
+        refusal = self._publisher.preflight(message)
         if refusal is None:
             plan.items.append(row)
+            plan.messages.append(message)
         else:
             failure = self._failed(row, refusal)
             plan.failures.append(failure)
@@ -330,8 +334,10 @@ class LaneWorker:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    async def _deliver(self, items: list[_Item] | None) -> None:
-        """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first."""
+    async def _deliver(self, items: list[_Item] | None, messages: list[Message] | None = None) -> None:
+        """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first. The
+        messages of all items may be given along.
+        """
         self._stored = False
         began = clock.current().monotonic()
         accepted: set[int] = set()
@@ -341,7 +347,8 @@ class LaneWorker:
             elif self.lane.tries >= DEADLY_TRIES:
                 items, outcome = await self._send_suspect(items, accepted)
             else:
-                items, outcome = await self._send(items, accepted)
+                items, outcome = await self._send(items, accepted, messages)
+            messages = None
             if outcome is not None and outcome.unfinished is not None:
                 items = None  # an outage costs no memory: what is left will be read again
                 if not await self._rest(outcome.unfinished.value, outcome.reason):
@@ -350,11 +357,16 @@ class LaneWorker:
         self._stored = True
         self._report.delivered(clock.current().monotonic() - began)
 
-    async def _send(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome]:
+    async def _send(
+        self, items: list[_Item], accepted: set[int], ready: list[Message] | None = None
+    ) -> tuple[list[_Item], Outcome]:
         """One request; what is left to do comes back."""
-        messages = self._next_request(items)
+        at_once = ready is not None and max([len(message.body) for message in ready]) <= self._largest
+        messages = ready if ready is not None and at_once else self._next_request(items)
         outcome = await self._request(messages)
-        accepted.update(messages[index].number for index in outcome.accepted)
+        if len(outcome.accepted) == len(items) and not outcome.duplicates:
+            return [], outcome
+        accepted.update([messages[index].number for index in outcome.accepted])
         if outcome.rejected and outcome.unfinished is not None and self._publisher.capabilities.numbered:
             # What is below a rejected number must be known to be stored before that is written down: it comes again.
             outcome = Outcome(outcome.accepted, unfinished=outcome.unfinished, reason=outcome.reason)
@@ -632,10 +644,9 @@ def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
     if not isinstance(outcome, Outcome):
         return f"send returned {type(outcome).__name__}, not an Outcome"
     accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
-    indexes = range(len(messages))
     if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
         return "it names a message twice"
-    if any(index not in indexes for index in accepted | rejected):
+    if not accepted | rejected <= {*range(len(messages))}:
         return f"it names a message that is none of the {len(messages)}"
     if accepted & rejected:
         return "it accepts and rejects the same message"

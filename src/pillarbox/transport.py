@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """A delivery on its way: final bytes, and everything that a broker is told about them."""
 
     topic: str

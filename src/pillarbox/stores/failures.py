@@ -231,10 +231,10 @@ def place(lane: Lane) -> dict[str, Any]:
     }
 
 
-_HEADERS = msgspec.json.Decoder(dict[str, str])
+decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def row_of(values: Sequence[Any]) -> Row:
     """A row from what the driver gives, whatever is behind it."""
     row_id, event_id, topic, key, tenant, headers, body, attempts, *_ = values
-    return Row(row_id, event_id, topic, key, tenant, _HEADERS.decode(headers), body, attempts)
+    return Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, attempts)

@@ -7,8 +7,8 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -70,10 +70,33 @@ class Leases:
         shared = isinstance(engine.sync_engine.pool, StaticPool)
         self._turns = asyncio.Semaphore(1 if shared else AT_A_TIME)
         self._lease_turns = self._turns if shared else asyncio.Semaphore(1)
+        self._spare: list[Connection] = []
+        self._waiting = 0
 
     async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it on a connection where every statement is a transaction of its own."""
-        return await self._run(self._turns, self._reader.sync_engine.connect, work, *arguments)
+        self._waiting += 1
+        try:
+            return await self._run(self._turns, self._connected, work, *arguments)
+        finally:
+            self._waiting -= 1
+            while self._spare and not self._waiting:  # whoever was to get it did not want it any more
+                await greenlet_spawn(self._spare.pop().close)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """A connection of the reader. While others wait for their turn, they get it as it is: to give it back and take
+        it again costs as much as an easy statement.
+        """
+        connection = self._spare.pop() if self._spare else self._reader.sync_engine.connect()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._spare.append(connection)
+        while self._spare and len(self._spare) >= self._waiting:  # we are still among them
+            self._spare.pop().close()
 
     async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""

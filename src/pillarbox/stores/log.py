@@ -29,7 +29,7 @@ from ..errors import BatchMismatchError, LaneHaltedError, StoreError
 from ..outbox import Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, position
-from .failures import Failures, place, row_of
+from .failures import Failures, decode_headers, place, row_of
 from .leases import fenced, lease_lost, stored, with_keys
 from .queue import QueueStore
 
@@ -210,20 +210,27 @@ def _look(
         "discarded": sorted(lane.discarded),
     }
     if start.paging is not None:
-        found = sql.PAGE.fetch(connection, {**parameters, **_late(start.late), "done": start.done})
+        found = _found(connection, sql.PAGE, {**parameters, **_late(start.late), "done": start.done})
         _looked(found, start)
         return _window(found, start, start.paging, start.late, limit)
     seen = start.seen
     before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
-    found = sql.POLL.fetch(connection, {**parameters, **before})
+    found = _found(connection, sql.POLL, {**parameters, **before})
     count, snapshot, xids = _looked(found, start)
     if count <= limit:
         return _window(found, start, snapshot, xids, limit)
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
     more = connection.execute(sql.LATE_XIDS, {**parameters, **before, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in seen.running if snapshot.shows(xid))}))
-    found = sql.PAGE.fetch(connection, {**parameters, **_late(xids), "done": 0})
+    found = _found(connection, sql.PAGE, {**parameters, **_late(xids), "done": 0})
     return _window(found, start, snapshot, xids, limit)
+
+
+def _found(connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
+    found = looks.light.fetch(connection, parameters)
+    if any(values[7] is None and values[0] < _LOOK for values in found):
+        return looks.sized.fetch(connection, parameters)
+    return found
 
 
 def _late(xids: Iterable[int]) -> dict[str, list[str]]:
@@ -250,7 +257,13 @@ def _window(
     found: Sequence[Any], start: Cursor, snapshot: Snapshot, xids: tuple[int, ...], limit: int
 ) -> tuple[Look, list[Row], dict[int, int]]:
     """What was found, as far as a batch takes it."""
-    rows = sorted((row_of((*values[1:], 0)) for values in found if values[0] < _LOOK), key=attrgetter("id"))[:limit]
+    rows = [
+        Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
+        for part, row_id, event_id, topic, key, tenant, headers, body in found
+        if part < _LOOK
+    ]
+    rows.sort(key=attrgetter("id"))
+    del rows[limit:]
     count, server = next((values[1], values[6]) for values in found if values[0] == _LOOK)
     late = min(count, sum(values[0] == 0 for values in found), limit)
     more = late < count
@@ -309,17 +322,23 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     reached, items = position(lane), tuple(batch.items)
     look: Look | None = batch.cursor
     window = Window(reached, reached.seen) if look is None else look.window
-    dealt = {*items, *batch.parked, *(failure.row for failure in batch.failures)}
-    to = reached if look is None else window.dealt_with(dealt)
-    sent, passed = {*items}, [row for row in window.ids if row in dealt]
-    skipped = tuple(row for row in passed if row not in sent)
+    redo: tuple[int, ...] = ()
+    natural, skipped = window.ids, redo
+    if look is not None and items == natural:  # the whole page and nothing else, as it mostly is
+        to = window.after(len(items))
+    else:
+        sent = {*items}
+        dealt = {*items, *batch.parked, *(failure.row for failure in batch.failures)}
+        to = reached if look is None else window.dealt_with(dealt)
+        passed = [row for row in natural if row in dealt]
+        skipped = tuple(row for row in passed if row not in sent)
+        redo = tuple(sorted(sent.difference(passed)))
+        natural = (*redo, *(row for row in passed if row in sent))
     discarded = {row for row in lane.discarded if row <= to.high}
     if discarded and to.paging is None:  # then they are behind us
         lane = replace(lane, discarded=lane.discarded - discarded)
     if not items:
         return replace(lane, batch=lane.batch + 1, announced=None, tries=0, cursor=to), skipped
-    redo = tuple(sorted(sent.difference(passed)))
-    natural = (*redo, *(row for row in passed if row in sent))
     first = lane.next_number
     contents = Contents(
         to=str(to),

@@ -8,6 +8,8 @@ making a join of that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import text
 
 from .statement import DirectStatement
@@ -53,10 +55,13 @@ _LOOK = """
 
 _XMAX = "CAST(CAST(:xmax AS text) AS xid8)"
 _RUNNING = "unnest(CAST(CAST(:running AS text[]) AS xid8[]))"
+_LATE_XIDS = "unnest(CAST(CAST(:late AS text[]) AS xid8[]))"
+_SMALL = (
+    "id, event_id, topic, key, tenant, headers, "
+    "CASE WHEN length(body) <= CAST(:max_bytes AS bigint) / CAST(:limit AS bigint) THEN body END AS body"
+)
 
-POLL = DirectStatement(
-    text(
-        f"""
+_POLL = f"""
     WITH late AS MATERIALIZED (
         SELECT found.* FROM (
             {_of_transactions(_RUNNING, "o.id <= :high")}
@@ -69,26 +74,42 @@ POLL = DirectStatement(
         SELECT {_COLUMNS} FROM pillarbox_outbox o
         WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
         ORDER BY o.id LIMIT :limit
-    )
-    {_sized(f"SELECT 0 AS part, {_ROW} FROM late UNION ALL SELECT 1, fresh.* FROM fresh", f"part, {_ROW}")}
-    {_LOOK}
-    """  # noqa: S608  constants
-    )
+    )"""  # noqa: S608  constants
+_PAGE = f"""
+    WITH late AS MATERIALIZED (
+        {_of_transactions(_LATE_XIDS, "o.id > :done AND o.id <= :high")}
+        ORDER BY id LIMIT :limit + 1
+    )"""
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """A statement in two forms. The light one leaves out bodies that are larger than their share of the bytes; then the
+    sized one must be asked, which adds them up, and takes three times as long.
+    """
+
+    light: DirectStatement
+    sized: DirectStatement
+
+
+POLL = Looks(
+    DirectStatement(
+        text(f"{_POLL} SELECT 0 AS part, {_SMALL} FROM late UNION ALL SELECT 1, {_SMALL} FROM fresh {_LOOK}")  # noqa: S608
+    ),
+    DirectStatement(
+        text(
+            _POLL
+            + _sized(f"SELECT 0 AS part, {_ROW} FROM late UNION ALL SELECT 1, {_ROW} FROM fresh", f"part, {_ROW}")  # noqa: S608
+            + _LOOK
+        )
+    ),
 )
 """A look: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions, and whether we
 may look at all (2), and people's requests (3)."""
 
-PAGE = DirectStatement(
-    text(
-        f"""
-    WITH late AS MATERIALIZED (
-        {_of_transactions("unnest(CAST(CAST(:late AS text[]) AS xid8[]))", "o.id > :done AND o.id <= :high")}
-        ORDER BY id LIMIT :limit + 1
-    )
-    {_sized(f"SELECT 0 AS part, {_ROW} FROM late", f"part, {_ROW}")}
-    {_LOOK}
-    """  # noqa: S608  constants
-    )
+PAGE = Looks(
+    DirectStatement(text(f"{_PAGE} SELECT 0 AS part, {_SMALL} FROM late {_LOOK}")),  # noqa: S608
+    DirectStatement(text(_PAGE + _sized(f"SELECT 0 AS part, {_ROW} FROM late", f"part, {_ROW}") + _LOOK)),  # noqa: S608
 )
 """The next page of late rows."""
 
@@ -321,6 +342,21 @@ DONE = (
     text(
         f"DELETE FROM pillarbox_failures f "  # noqa: S608
         f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
+    ),
+    # What failed in a queue has its status from there, with which no look takes it for fresh; now that is over.
+    text(
+        f"""
+        UPDATE pillarbox_outbox SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL
+        WHERE ctid = ANY (ARRAY(
+            SELECT o.place FROM unnest(CAST(:ids AS bigint[])) AS i(id)
+            CROSS JOIN unnest(ARRAY['RETRYING', 'PARKED', 'FAILED']) AS s(status)
+            CROSS JOIN LATERAL (
+                SELECT o.ctid AS place FROM pillarbox_outbox o
+                WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = i.id ORDER BY o.id LIMIT 1
+            ) o
+            WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = i.id)
+        ))
+        """  # noqa: S608  constants
     ),
 )
 """Failed rows that are at the destination."""
