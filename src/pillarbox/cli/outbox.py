@@ -51,6 +51,7 @@ from .output import (
     signed,
     table,
 )
+from .rebase import command as rebase
 
 _PORTION = 500
 _SAMPLE = 10
@@ -65,6 +66,8 @@ _T = TypeVar("_T")
 def command() -> None:
     """Look into the outbox, and mend what has failed."""
 
+
+command.add_command(rebase)
 
 # -- looking -----------------------------------------------------------------------------------------------------------
 

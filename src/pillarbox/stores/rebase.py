@@ -1,0 +1,286 @@
+"""Makes a copy of a log its own: a database that came from a dump or by logical replication.
+
+In a copy, rows and cursors have the numbers of transactions of another server. They fit together, so what is not done
+can still be told; but new rows get numbers of this server, and what those mean to an old cursor is chance. `rebase`
+reads the old numbers once more and leaves none that a cursor would ever ask about:
+
+- a row that is done, or that no cursor has reached, needs no number: `NULL` is older than every snapshot. Most rows of
+  a big source have numbers that are not even reached here, so this writes the table once. It changes nothing of what
+  the copy means, so it is done in portions before anything else: `forget`. It can be stopped and begun again. Numbers
+  that have ended here, too, may stay;
+- a row that a cursor has passed and that is not done, because it was late or in an announced batch, becomes a row of
+  the transaction that rebases, and the new cursor does not show that transaction: so it is late, as it was, and comes
+  before all fresh rows, in the order of its id. It keeps its id, so whatever names it by its id still does;
+- a batch that was announced is dissolved. Its numbers are not used again. Of its rows, those that come before a failed
+  one of their key go to the failed rows, due at once: there the order is that of the ids.
+
+Everything but `forget` is one transaction, under locks that let nobody write.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, insert, select, text, update
+
+from .. import clock
+from ..cursor import Snapshot
+from ..errors import StoreError
+from .operations import Author
+from .tables import audit, lanes, meta
+
+PORTION = 10_000
+"""How many rows `forget` reads in one transaction."""
+
+_PLACES = """
+    SELECT l.route, l.shard, l.cursor, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
+           CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot) AS seen, l.announced IS NOT NULL AS sending,
+           greatest(CAST(split_part(l.cursor, ' ', 1) AS bigint),
+                    CAST(split_part(CAST(l.announced AS json) -> 'details' ->> 'to', ' ', 1) AS bigint)) AS reached
+    FROM pillarbox_lanes l WHERE l.cursor IS NOT NULL
+"""
+_HERE = "o.route = l.route AND o.shard = l.shard"
+_FAILURE = "f.route = o.route AND f.shard = o.shard"
+# Rows that a cursor or an announcement has passed, and that are not done. Those that have failed are where they belong.
+_UNDONE = f"""
+    SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
+    FROM ({_PLACES}) l CROSS JOIN LATERAL (
+        SELECT o.* FROM pillarbox_outbox o
+        WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.high AND o.id <= l.reached
+        UNION ALL
+        SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
+        WHERE {_HERE} AND o.id <= l.high AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
+        UNION ALL
+        SELECT o.* FROM pillarbox_outbox o
+        WHERE {_HERE} AND o.xid >= pg_snapshot_xmax(l.seen) AND o.id <= l.high
+          AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
+    ) o
+    WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)
+"""  # noqa: S608  constants
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What there is to do in a copy."""
+
+    lanes: int
+    """That have a cursor."""
+    batches: int
+    """That were announced and not settled."""
+    late: int
+    """Rows that were passed and are not done, those of the batches included."""
+    fresh: int
+    """Rows that no cursor has reached."""
+    failed: int
+    """Rows that are tried again, parked or dead."""
+
+
+def survey(connection: Connection) -> Survey:
+    """Count what is not done; refuses where there is nothing to rebase, or where it cannot be done now."""
+    _check(connection)
+    return Survey(*connection.execute(_SURVEY).one())
+
+
+def _check(connection: Connection) -> None:
+    if connection.dialect.name != "postgresql":
+        raise StoreError("only a PostgreSQL has transactions with numbers: here there is nothing to rebase")
+    original, standby, filtered = connection.execute(_STATE).one()
+    if original:
+        raise StoreError(
+            "this database is no copy: its transactions have the numbers that lanes remember, so nothing is to be done"
+        )
+    if standby:
+        raise StoreError("this server is a standby: promote it first")
+    if filtered:
+        raise StoreError(
+            "row level security hides rows of pillarbox_outbox from this role: rebase as the table's owner"
+        )
+    leased = connection.execute(_LEASED).all()
+    if leased:
+        names = ", ".join(f"{row.name}/{row.shard}" for row in leased[:3]) + (", ..." if len(leased) > 3 else "")
+        raise StoreError(
+            f"lanes are leased until {leased[0].until:%Y-%m-%d %H:%M:%S} UTC ({names}): stop the relays, or wait until "
+            "the leases that were copied are over"
+        )
+
+
+def forget(connection: Connection) -> int:
+    """Take the numbers from rows that need none, each portion in a transaction of its own: from how many.
+
+    What a row means does not depend on it, so a copy that was left in the middle is the same copy.
+    """
+    _check(connection)
+    oldest = connection.execute(text("SELECT CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text)")).scalar_one()
+    places = connection.execute(text(_PLACES)).all()
+    connection.commit()
+    forgotten = 0
+    for place in places:
+        here = {"route": place.route, "shard": place.shard, "cursor": place.cursor, "reached": place.reached}
+        xid, last = oldest, 0
+        while xid is not None:
+            page = {**here, "xid": xid, "id": last, "limit": PORTION}
+            xid, last, count = connection.execute(_FORGET, page).one()
+            connection.commit()
+            forgotten += count
+    return forgotten
+
+
+def rebase(connection: Connection, author: Author, *, new_install_id: bool = False) -> tuple[Survey, UUID, int]:
+    """Do it, in a transaction of its caller: what was done, the install id, and the number of the row in the trail."""
+    # Who writes has committed or rolled back once we have these, and the next statement sees all of it.
+    connection.execute(text("SET LOCAL lock_timeout = '10s'"))
+    connection.execute(select(meta.c.id).with_for_update())
+    connection.execute(text("LOCK TABLE pillarbox_lanes, pillarbox_outbox IN SHARE ROW EXCLUSIVE MODE"))
+    found = survey(connection)
+    _draw_ids_above_all(connection)
+    told, number = connection.execute(text("SELECT CAST(pg_current_snapshot() AS text), pg_current_xact_id()")).one()
+    seen = _before(Snapshot.parse(told), int(number))
+    connection.execute(_BEFORE_FAILED)
+    connection.execute(_LATE)
+    connection.execute(_FORGET_THE_REST, {"oldest": str(seen.xmin)})
+    connection.execute(_MOVE, {"seen": str(seen)})
+    connection.execute(
+        update(lanes).values(
+            epoch=lanes.c.epoch + 1, **dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
+        )
+    )
+    for statement in _ORIGIN:
+        connection.execute(statement)
+    before: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
+    install = clock.current().new_id() if new_install_id else before
+    connection.execute(update(meta).values(install_id=install))
+    details: dict[str, Any] = {**asdict(found), "install_id": str(install)}
+    if new_install_id:
+        details["old_install_id"] = str(before)
+    entry = connection.execute(
+        insert(audit)
+        .values(who=author.who, action="rebase", target="database", reason=author.reason, details=json.dumps(details))
+        .returning(audit.c.id)
+    ).scalar_one()
+    return found, install, entry
+
+
+def _before(snapshot: Snapshot, number: int) -> Snapshot:
+    """The snapshot without this transaction, and without all that came after it. Our own number is in no list of
+    running ones that we can read, so it would count as ended.
+    """
+    xmax = min(snapshot.xmax, number)
+    return Snapshot(min(snapshot.xmin, xmax), xmax, tuple(xid for xid in snapshot.running if xid < xmax))
+
+
+def _draw_ids_above_all(connection: Connection) -> None:
+    """A dump brings the sequence along, logical replication does not. What was written here before anybody noticed has
+    ids from its beginning, far below the cursors: it gets new ones.
+    """
+    sequence, drawn, highest = connection.execute(_IDS).one()
+    if drawn >= highest:
+        return
+    moved = connection.execute(_MOVE_UP, {"drawn": drawn, "highest": highest}).rowcount
+    connection.execute(text("SELECT setval(CAST(:it AS regclass), :to)"), {"it": sequence, "to": highest + moved})
+
+
+_STATE = text(
+    """
+    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
+            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+           pg_is_in_recovery(), row_security_active('pillarbox_outbox')
+    """
+)
+_LEASED = text(
+    """
+    SELECT r.name, l.shard, max(l.locked_until) OVER () AT TIME ZONE 'UTC' AS until
+    FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
+    WHERE l.locked_until > clock_timestamp() ORDER BY 1, 2
+    """
+)
+_SURVEY = text(
+    f"""
+    SELECT (SELECT count(*) FROM ({_PLACES}) l), (SELECT count(*) FROM ({_PLACES}) l WHERE sending),
+           (SELECT count(*) FROM ({_UNDONE}) u),
+           (SELECT count(*) FROM ({_PLACES}) l JOIN pillarbox_outbox o
+                ON {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.reached
+            WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)),
+           (SELECT count(*) FROM ({_PLACES}) l JOIN pillarbox_failures f
+                ON f.route = l.route AND f.shard = l.shard AND f.status IN ('RETRYING', 'PARKED', 'FAILED'))
+    """  # noqa: S608  constants
+)
+
+# Not those that were written here: if their ids are to be told from the copied ones, it is by these numbers.
+_FORGET = text(
+    """
+    WITH page AS MATERIALIZED (
+        SELECT o.event_id, o.route, o.schema_version, o.id, o.xid FROM pillarbox_outbox o
+        WHERE o.route = :route AND o.shard = :shard
+          AND (o.xid, o.id) > (CAST(CAST(:xid AS text) AS xid8), CAST(:id AS bigint))
+        ORDER BY o.xid, o.id LIMIT :limit
+    ), done AS (
+        UPDATE pillarbox_outbox o SET xid = NULL FROM page p
+        WHERE o.event_id = p.event_id AND o.route = p.route AND o.schema_version = p.schema_version
+          AND CAST(o.xid AS xid) <> o.xmin
+          AND (p.id > :reached OR pillarbox_covered(CAST(:cursor AS text), p.id, p.xid))
+        RETURNING 1
+    ), last AS (SELECT xid, id FROM page ORDER BY xid DESC, id DESC LIMIT 1)
+    SELECT (SELECT CAST(xid AS text) FROM last), (SELECT id FROM last), (SELECT count(*) FROM done)
+    """
+)
+_BEFORE_FAILED = text(
+    f"""
+    INSERT INTO pillarbox_failures (route, shard, row_id, tenant, key, status, available_at)
+    SELECT o.route, o.shard, o.id, o.tenant, o.key, 'RETRYING', clock_timestamp() FROM ({_UNDONE}) o
+    WHERE EXISTS (
+        SELECT FROM pillarbox_failures f
+        WHERE {_FAILURE} AND f.key = o.key AND f.tenant IS NOT DISTINCT FROM o.tenant AND f.row_id > o.id
+          AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
+    )
+    """  # noqa: S608  constants
+)
+_LATE = text(
+    f"""
+    UPDATE pillarbox_outbox o SET xid = pg_current_xact_id() FROM ({_UNDONE}) u
+    WHERE o.event_id = u.event_id AND o.route = u.route AND o.schema_version = u.schema_version
+    """  # noqa: S608  constants
+)
+# By chance a number of the source may be ours. What we have just written is known by its xmin.
+_FORGET_THE_REST = text(
+    f"""
+    UPDATE pillarbox_outbox o SET xid = NULL FROM pillarbox_lanes l
+    WHERE l.cursor IS NOT NULL AND {_HERE} AND o.xid >= CAST(CAST(:oldest AS text) AS xid8)
+      AND o.xmin <> CAST(pg_current_xact_id() AS xid)
+    """  # noqa: S608  constants
+)
+_MOVE = text(
+    f"""
+    UPDATE pillarbox_lanes l
+    SET cursor = p.reached || ' ' || CAST(:seen AS text), announced = NULL, announced_low = NULL, announced_high = NULL,
+        tries = 0, batch = batch + 1
+    FROM ({_PLACES}) p WHERE p.route = l.route AND p.shard = l.shard
+    """  # noqa: S608  constants
+)
+_IDS = text(
+    """
+    SELECT s.name, coalesce(pg_sequence_last_value(CAST(s.name AS regclass)), 0),
+           (SELECT coalesce(max(id), 0) FROM pillarbox_outbox)
+    FROM pg_get_serial_sequence('pillarbox_outbox', 'id') AS s(name)
+    """
+)
+_MOVE_UP = text(
+    """
+    UPDATE pillarbox_outbox o SET id = n.id
+    FROM (
+        SELECT event_id, route, schema_version, :highest + row_number() OVER (ORDER BY id) AS id FROM pillarbox_outbox
+        WHERE id <= :drawn AND CAST(xid AS xid) = xmin
+    ) n
+    WHERE o.event_id = n.event_id AND o.route = n.route AND o.schema_version = n.schema_version
+    """
+)
+_ORIGIN = (
+    text("DELETE FROM pillarbox_origin"),
+    text("INSERT INTO pillarbox_origin (id) VALUES (1)"),
+    text(
+        "INSERT INTO pillarbox_origin (id, first_xmin) "
+        "SELECT 2, CAST(CAST(xmin AS text) AS bigint) FROM pillarbox_origin WHERE id = 1"
+    ),
+)
