@@ -34,8 +34,8 @@ async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: As
     assert await _backend(engine) != before
 
 
-async def test_a_changed_table_is_an_error_once(engine: AsyncEngine) -> None:
-    """A prepared statement knows the types of before."""
+async def test_a_changed_table_is_an_error_once_at_most(engine: AsyncEngine) -> None:
+    """A prepared statement knows the types of before. asyncpg forgets it by itself."""
     store, look = QueueStore(engine), DirectStatement(text("SELECT * FROM shifting"))
     async with engine.begin() as connection:
         await connection.execute(text("CREATE TABLE shifting AS SELECT 1 AS it"))
@@ -45,8 +45,9 @@ async def test_a_changed_table_is_an_error_once(engine: AsyncEngine) -> None:
     async with other.begin() as connection:
         await connection.execute(text("ALTER TABLE shifting ALTER it TYPE text"))
     await other.dispose()
-    with pytest.raises(DBAPIError, match="cached"):
-        await store.each_alone(look.fetch, {})
+    if engine.driver == "psycopg":
+        with pytest.raises(DBAPIError, match="cached"):
+            await store.each_alone(look.fetch, {})
     assert [[*row] for row in await store.each_alone(look.fetch, {})] == [["1"]]
 
 

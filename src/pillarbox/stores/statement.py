@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import ClauseElement, Connection, Dialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.types import TypeEngine
+from sqlalchemy.util import await_only
 
 
 class FixedStatement:
@@ -76,9 +77,12 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
     that nobody could use again.
     """
     dialect: Any = connection.dialect
-    pooled = connection.connection
-    cursor = pooled.cursor()
+    pooled: Any = connection.connection
+    cursor: Any = None
     try:
+        if result is not None and dialect.driver == "asyncpg" and pooled.dbapi_connection.autocommit:
+            return _fetched_by_asyncpg(pooled, text, given)
+        cursor = pooled.cursor()
         cursor.execute(text, given)
         found = None if result is None else result(cursor)
     except BaseException as error:
@@ -99,6 +103,17 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
         ) from error
     cursor.close()
     return found
+
+
+def _fetched_by_asyncpg(pooled: Any, text: str, given: Any) -> Any:
+    """Without the cursor that stands between us and the driver: in a connection where every statement is a transaction
+    of its own it does nothing for us, and takes longer than the database.
+    """
+    try:
+        return await_only(pooled.driver_connection.fetch(text, *given))
+    except Exception as error:
+        pooled.dbapi_connection._handle_exception(error)
+        raise
 
 
 def _is_active(connection: Connection) -> bool:
