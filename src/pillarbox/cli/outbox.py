@@ -192,7 +192,7 @@ def _described(delivery: Details, *, payload: bool) -> str:
 # -- asking ------------------------------------------------------------------------------------------------------------
 
 
-def _duration(_context: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
+def duration(_context: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(s|min|h|d)", text)
@@ -210,7 +210,7 @@ def _selecting(action: Action) -> Callable[[_Command], _Command]:
             click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second."),
             click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first."),
             click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
-            click.option("--older-than", metavar="TIME", callback=_duration, help="Age: 90s, 15min, 2h, 7d."),
+            click.option("--older-than", metavar="TIME", callback=duration, help="Age: 90s, 15min, 2h, 7d."),
             _filters,
             click.option(
                 "--status",
@@ -314,7 +314,7 @@ async def _run(
     size = _PORTION if rate is None else min(_PORTION, max(1, int(rate)))
     progress = Run()
     async with changing(settings) as engine:
-        with _signals() as told:
+        with signals() as told:
             while progress.requested < total and not told.done():
                 before, portion = progress, min(size, total - progress.requested)
                 async with engine.begin() as connection:
@@ -332,7 +332,7 @@ async def _run(
 
 
 @contextmanager
-def _signals() -> Iterator[asyncio.Future[Exit]]:
+def signals() -> Iterator[asyncio.Future[Exit]]:
     """Done when SIGINT or SIGTERM has come, so that no portion is torn apart. The second one is taken at its word."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     told: asyncio.Future[Exit] = loop.create_future()
@@ -470,3 +470,6 @@ async def change(settings: Settings, work: Callable[[Connection], _T]) -> _T:
     """Change something, in one transaction."""
     async with changing(settings) as engine, engine.begin() as connection:
         return await connection.run_sync(work)
+
+
+from . import retention  # noqa: E402, F401  it adds its commands to ours, and needs what is above

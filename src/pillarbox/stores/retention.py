@@ -1,0 +1,423 @@
+"""Retention: which deliveries may go, how they are found, and how they go.
+
+Age alone never deletes. What may go has been dealt with, and nobody can come back to it:
+
+- in a queue, and wherever else the row itself says so: what is SENT or DISCARDED;
+- in a log: what the settled cursor has passed and no look can find again. Its id is not above ``high``, its transaction
+  is older than all that were at work when the lane last looked, and it waits in no failure row. A row with a low id
+  that commits late is none of these, and nor is anything of an announced batch.
+
+A row of a log is as old as the batch that passed it, which the journal knows; one that waited out a failure counts from
+the batch that first came to it. The records of what was discarded or edited go with their rows, and a line of the
+journal goes when no row is left that it tells about.
+
+Every function runs in a transaction of its caller, which is meant to be short: a page of rows is found by an index
+behind the last one, so that a run walks over each row once. Rows are deleted by their identity, if it is still true
+that they may go. Relays and writers never touch these rows, so nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select, text, tuple_, update
+
+from ..errors import StoreError
+from ..outbox import Status, stable_hash
+from .columns import from_now
+from .operations import Author
+from .tables import audit, meta, outbox, routes
+
+MINIMUM_AGE = 60.0
+"""Seconds. Who lost the answer to a COMMIT asks for the row that it wrote: a row must outlive the question."""
+_SCANNED = 5_000
+_REMEMBERED = 1_000
+_FIRST, _LAST = UUID(int=0), UUID(int=2**128 - 1)
+_CLOCKS_DIFFER = 86_400.0
+
+
+class RowKey(NamedTuple):
+    """How a row is found again, and the size of its body."""
+
+    id: int
+    event_id: UUID
+    route: int
+    schema_version: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is to go: everything, or one route's, that was dealt with before a moment of the database's clock."""
+
+    before: datetime
+    now: datetime
+    route: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of the outbox that is walked by one index: a lane of a log, or a range of the primary key."""
+
+    route: int | None = None
+    shard: int = 0
+    passed: str | None = None
+    """In a log: the cursor of the last batch that is old enough. Without one, and with a lane, the journal is empty."""
+    upto: tuple[int, int] = (0, 0)
+    """In a log: where that batch stands in the journal, its high and its number."""
+    first: UUID = _FIRST
+    last: UUID = _LAST
+
+
+Position = tuple[Any, ...]
+"""Where a walk goes on: behind this key; at its start it is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What may go of the next rows, and where the walk goes on; None at the end of the stretch."""
+
+    keys: Sequence[RowKey]
+    after: Position | None
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def scope(connection: Connection, *, older_than: float, route: str | None = None) -> Scope:
+    """What an age means now. `StoreError` if this database cannot tell what may go, or has no such route."""
+    _guard(connection)
+    if route is not None and connection.scalar(select(routes.c.id).where(routes.c.id == stable_hash(route))) is None:
+        raise StoreError(f"there is no route {route!r}: see `pillarbox lanes list`")
+    before, now = connection.execute(select(from_now(-older_than), from_now())).one()
+    return Scope(before, now, None if route is None else stable_hash(route))
+
+
+def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
+    """Where to look, in this order: what is left behind by the lanes of a log is quickly walked over afterwards."""
+    if not _is_postgres(connection):
+        return [Stretch()]
+    found = []
+    for route, shard in connection.execute(_LOGS, {"route": scope.route}).all():
+        lane = {"route": route, "shard": shard}
+        passed, upto = _passed(connection, scope, lane)
+        if passed is not None or connection.execute(_JOURNALED, lane).first() is None:
+            found.append(Stretch(route, shard, passed, upto))
+    # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
+    young, ahead = _uuid_at(scope.before.timestamp()), _uuid_at(scope.now.timestamp() + _CLOCKS_DIFFER)
+    return [*found, Stretch(last=young), Stretch(first=max(young, ahead))]
+
+
+def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position, limit: int) -> Page:
+    """Look at the next rows behind a position, at most ``limit``."""
+    if stretch.route is not None:
+        return _log_page(connection, scope, stretch, after, limit)
+    # On PostgreSQL ids have no index of their own, and the identity is the primary key; elsewhere the id is.
+    postgres = _is_postgres(connection)
+    position = (outbox.c.event_id, outbox.c.route, outbox.c.schema_version) if postgres else (outbox.c.id,)
+    behind = []
+    if after:
+        behind = [tuple_(*position) > tuple_(*after) if postgres else outbox.c.id > after[0]]
+    elif postgres and stretch.first != _FIRST:
+        behind = [outbox.c.event_id >= stretch.first]
+    if postgres and stretch.last != _LAST:
+        behind.append(outbox.c.event_id < stretch.last)
+    may_go = or_(
+        and_(outbox.c.status == Status.SENT, func.coalesce(outbox.c.sent_at, outbox.c.created_at) < scope.before),
+        and_(outbox.c.status == Status.DISCARDED, outbox.c.created_at < scope.before),
+    )
+    if scope.route is not None:
+        may_go = and_(may_go, outbox.c.route == scope.route)
+    rows = connection.execute(
+        select(
+            outbox.c.id,
+            outbox.c.event_id,
+            outbox.c.route,
+            outbox.c.schema_version,
+            func.length(outbox.c.body),
+            case((may_go, 1), else_=0),
+            case((outbox.c.created_at < scope.before, 1), else_=0).label("old"),
+        )
+        .where(*behind)
+        .order_by(*position)
+        .limit(limit)
+    ).all()
+    ends = len(rows) < limit or not (postgres or any(row.old for row in rows))  # ids are drawn as time goes by
+    last = rows[-1] if rows else None
+    at = None if ends or last is None else (last.event_id, last.route, last.schema_version) if postgres else (last.id,)
+    return Page(_keys(rows), at)
+
+
+def _log_page(connection: Connection, scope: Scope, stretch: Stretch, after: Position, limit: int) -> Page:
+    asked = {
+        "route": stretch.route,
+        "shard": stretch.shard,
+        "after": after[0] if after else 0,
+        "passed": stretch.passed,
+        "before": scope.before,
+        "limit": limit,
+    }
+    rows = connection.execute(_LOG_PAGE, asked).all()
+    return Page(_keys(rows), (rows[-1].id,) if len(rows) == limit else None)
+
+
+def _keys(rows: Sequence[Any]) -> list[RowKey]:
+    return [RowKey(*row[:5]) for row in rows if row[5]]
+
+
+def _passed(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> tuple[str | None, tuple[int, int]]:
+    """The last batch of a lane that was settled before the moment that counts."""
+    passed, upto, after = None, (0, 0), (-1, -1)
+    while True:
+        asked = {**lane, "high": after[0], "batch": after[1], "before": scope.before, "limit": _SCANNED}
+        rows = connection.execute(_SETTLED, asked).all()
+        old = [row for row in rows if row.old]
+        if old:
+            passed, upto = old[-1].cursor, (old[-1].high, old[-1].batch)
+        if len(old) < _SCANNED:
+            return passed, upto
+        after = upto
+
+
+def _uuid_at(seconds: float) -> UUID:
+    """The first id of version 7 at a moment."""
+    return UUID(int=max(0, int(seconds * 1000)) << 80)
+
+
+def _is_postgres(connection: Connection) -> bool:
+    return connection.dialect.name == "postgresql"
+
+
+def _guard(connection: Connection) -> None:
+    """A log is pruned only where its cursors mean what they meant, by somebody from whom no policy hides a failure."""
+    if not _is_postgres(connection):
+        return
+    original, standby, filtered = connection.execute(_GUARDS).one()
+    if standby:
+        raise StoreError("this server is a standby: retention needs the primary")
+    if filtered:
+        raise StoreError(
+            "row level security hides rows of Pillarbox's tables from this role: use one with BYPASSRLS, or the owner"
+        )
+    if not original:
+        raise StoreError(
+            "this database is a copy, from a dump or by replication, and its transactions have other numbers than "
+            "those that lanes remember: run `pillarbox outbox rebase` first"
+        )
+
+
+# -- deleting ----------------------------------------------------------------------------------------------------------
+
+
+def remove(connection: Connection, keys: Sequence[RowKey]) -> int:
+    """Delete those of the rows that are still there and may still go, with the records about them; how many."""
+    _alone(connection)
+    if not keys:
+        return 0
+    if not _is_postgres(connection):
+        gone = delete(outbox).where(
+            outbox.c.id.in_(sorted(key.id for key in keys)), outbox.c.status.in_((Status.SENT, Status.DISCARDED))
+        )
+        return int(connection.execute(gone).rowcount)
+    _guard(connection)
+    return int(connection.execute(_REMOVE, identities(keys)).scalar_one())
+
+
+def identities(keys: Sequence[RowKey]) -> dict[str, list[Any]]:
+    """Keys as arrays."""
+    return {
+        "ids": [key.id for key in keys],
+        "events": [str(key.event_id) for key in keys],
+        "routes": [key.route for key in keys],
+        "versions": [key.schema_version for key in keys],
+    }
+
+
+def clear_journal(connection: Connection, stretch: Stretch, after: Position, limit: int) -> tuple[int, Position | None]:
+    """Look at the next lines of a lane's journal, at most ``limit``, and delete those that tell about no row any more:
+    how many, and where it goes on. For lanes that have been walked to their end.
+    """
+    if stretch.route is None or stretch.passed is None:
+        return 0, None
+    _alone(connection)
+    high, batch = stretch.upto
+    lane = {"route": stretch.route, "shard": stretch.shard, "passed": stretch.passed, "high": high}
+    rows = connection.execute(_REMAINING, {**lane, "limit": _REMEMBERED + 1}).all()
+    bound = high + 1
+    if len(rows) > _REMEMBERED:
+        bound = max(row.id for row in rows)
+        rows = [row for row in rows if row.id < bound]
+    needed: Sequence[Any] = ()
+    if rows:
+        left = {"ids": [row.id for row in rows], "xids": [row.xid for row in rows]}
+        needed = connection.execute(_NEEDED, {**lane, **left, "lowest": min(left["ids"])}).all()
+    gone, seen, *last = connection.execute(
+        _CLEAR,
+        {
+            **lane,
+            "batch": batch,
+            "bound": bound,
+            "after_high": after[0] if after else -1,
+            "after_batch": after[1] if after else -1,
+            "needed_high": [row.high for row in needed],
+            "needed_batch": [row.batch for row in needed],
+            "limit": limit,
+        },
+    ).one()
+    return gone, tuple(last) if seen == limit else None
+
+
+def note(
+    connection: Connection,
+    author: Author,
+    action: str,
+    target: str,
+    *,
+    details: Mapping[str, Any],
+    entry: int | None = None,
+) -> int:
+    """Write the row of the trail that is about a run, or what has become of it since; its number."""
+    said = json.dumps(details)
+    if entry is not None:
+        connection.execute(update(audit).where(audit.c.id == entry).values(details=said))
+        return entry
+    values = {"who": author.who, "action": action, "target": target, "reason": author.reason, "details": said}
+    done: Any = connection.execute(insert(audit).values(**values))
+    return int(done.inserted_primary_key[0])
+
+
+def _alone(connection: Connection) -> None:
+    """People wait for each other, never a relay or a writer for them. It comes first, so that what is read after it is
+    what the one before has left.
+    """
+    connection.execute(select(meta.c.id).with_for_update())
+
+
+# -- what a log is asked -----------------------------------------------------------------------------------------------
+
+_HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
+_XMIN = "pg_snapshot_xmin(CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot))"
+_WAITS = """EXISTS (
+        SELECT FROM pillarbox_failures f
+        WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+          AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
+    )"""
+_BEHIND = f"""(
+    o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= {_HIGH} AND (o.xid IS NULL OR o.xid < {_XMIN})
+    AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND NOT {_WAITS}
+)"""
+"""A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
+cursor passes a row in the transaction that writes its failure."""
+
+_LOGS = text(
+    "SELECT l.route, l.shard FROM pillarbox_lanes l "
+    "WHERE l.cursor IS NOT NULL AND l.route = coalesce(CAST(:route AS bigint), l.route) ORDER BY l.route, l.shard"
+)
+_JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard LIMIT 1")
+_SETTLED = text(
+    """
+    SELECT j.high, j.batch, j.cursor, j.settled_at < :before AS old FROM pillarbox_journal j
+    WHERE j.route = :route AND j.shard = :shard
+      AND (j.high, j.batch) > (CAST(:high AS bigint), CAST(:batch AS bigint))
+    ORDER BY j.high, j.batch LIMIT :limit
+    """
+)
+_LOG_PAGE = text(
+    f"""
+    SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {_BEHIND} AND o.created_at < :before
+           AND (CAST(:passed AS text) IS NULL OR pillarbox_covered(CAST(:passed AS text), o.id, o.xid)) AS may_go
+    FROM pillarbox_lanes l CROSS JOIN LATERAL (
+        SELECT o.* FROM pillarbox_outbox o
+        WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > :after
+          AND o.id <= least({_HIGH}, CAST(split_part(CAST(:passed AS text), ' ', 1) AS bigint))
+        ORDER BY o.id LIMIT :limit
+    ) o
+    WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id
+    """  # noqa: S608  constants
+)
+_REMOVE = text(
+    f"""
+    WITH gone AS (
+        DELETE FROM pillarbox_outbox WHERE ctid = ANY (ARRAY(
+            SELECT found.ctid
+            FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
+                        CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
+            CROSS JOIN LATERAL (
+                SELECT o.ctid FROM pillarbox_outbox o
+                LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
+                WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
+                  AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {_BEHIND})
+                LIMIT 1
+            ) found
+        ))
+        RETURNING route, shard, id
+    ), records AS (
+        DELETE FROM pillarbox_failures f USING gone
+        WHERE f.route = gone.route AND f.shard = gone.shard AND f.row_id = gone.id
+          AND f.status IN ('DISCARDED', 'SENT')
+    )
+    SELECT count(*) FROM gone
+    """  # noqa: S608  constants
+)
+"""By their places in the table, which nobody changes: a row of a log, or one that is at its end, is never updated."""
+
+# What remains of what a batch had passed: failures, mostly.
+_REMAINING = text(
+    """
+    SELECT o.id, CAST(o.xid AS text) AS xid
+    FROM unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status) CROSS JOIN LATERAL (
+        SELECT o.id, o.xid FROM pillarbox_outbox o
+        WHERE o.route = :route AND o.shard = :shard AND o.status = s.status AND o.status <> 'SENT' AND o.id <= :high
+          AND pillarbox_covered(CAST(:passed AS text), o.id, o.xid)
+        ORDER BY o.id LIMIT :limit
+    ) o ORDER BY o.id LIMIT :limit
+    """
+)
+_NEEDED = text(
+    """
+    SELECT j.high, j.batch
+    FROM unnest(CAST(:ids AS bigint[]), CAST(CAST(:xids AS text[]) AS xid8[])) AS r(id, xid) CROSS JOIN LATERAL (
+        SELECT j.high, j.batch FROM pillarbox_journal j
+        WHERE j.route = :route AND j.shard = :shard AND j.high >= r.id AND pillarbox_covered(j.cursor, r.id, r.xid)
+        ORDER BY j.high, j.batch LIMIT 1
+    ) j
+    UNION
+    SELECT j.high, j.batch FROM pillarbox_journal j
+    WHERE j.route = :route AND j.shard = :shard AND j.high >= :lowest AND j.high <= :high
+      AND j.redone && CAST(:ids AS bigint[])
+    """
+)
+_CLEAR = text(
+    """
+    WITH page AS (
+        SELECT j.high, j.batch FROM pillarbox_journal j
+        WHERE j.route = :route AND j.shard = :shard
+          AND (j.high, j.batch) > (CAST(:after_high AS bigint), CAST(:after_batch AS bigint))
+          AND (j.high, j.batch) <= (CAST(:high AS bigint), CAST(:batch AS bigint)) AND j.high < :bound
+        ORDER BY j.high, j.batch LIMIT :limit
+    ), gone AS (
+        DELETE FROM pillarbox_journal j USING page
+        WHERE j.route = :route AND j.shard = :shard AND j.high = page.high AND j.batch = page.batch
+          AND NOT EXISTS (
+            SELECT FROM unnest(CAST(:needed_high AS bigint[]), CAST(:needed_batch AS bigint[])) AS n(high, batch)
+            WHERE n.high = page.high AND n.batch = page.batch
+          )
+        RETURNING 1
+    )
+    SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM page), high, batch
+    FROM (SELECT max(page.high) AS high, max(page.batch) AS batch FROM page) last
+    """
+)
+_GUARDS = text(
+    """
+    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
+            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+           pg_is_in_recovery(),
+           row_security_active('pillarbox_outbox') OR row_security_active('pillarbox_failures')
+    """
+)
