@@ -23,6 +23,7 @@ from sqlalchemy import (
     TableClause,
     TextClause,
     TextualSelect,
+    __version__,
     event,
 )
 from sqlalchemy.dialects import mysql
@@ -103,6 +104,27 @@ def table_in(sql: str) -> str | None:
         if re.search(r"\W", name) and name.casefold() in sql.casefold()
     )
     return next((name for word in words if (name := _table_called(word.casefold()))), None) or next(odd, None)
+
+
+def unnamed_class(statement: Any) -> type | None:
+    """A tenant's class that a SELECT uses without naming it among its columns, FROM or joins. SQLAlchemy 2.0 puts it
+    into FROM, and the condition on the tenant does not reach it there; 2.1 sees to that.
+    """
+    pending: list[tuple[Any, frozenset[Any]]] = [(statement, frozenset())]
+    while not _CONDITIONS_REACH_ALL and pending:
+        select, named = pending.pop()
+        parts = list(_parts_of(select))
+        if isinstance(select, Select):
+            places = (*select._raw_columns, *select._from_obj, *(join[0] for join in select._setup_joins))
+            named |= {_entity(part) for place in places for part in _parts_of(place)}
+            for part in parts:
+                if (found := scoped_class(part)) is not None and _entity(part) not in named:
+                    return found
+        pending += [(part, named) for part in parts[1:] if isinstance(part, Select)]
+    return None
+
+
+_CONDITIONS_REACH_ALL = not __version__.startswith("2.0.")
 
 
 def unconditional(state: ORMExecuteState) -> str | None:

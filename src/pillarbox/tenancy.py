@@ -28,7 +28,7 @@ from sqlalchemy.orm.attributes import get_history
 from .context import current_context
 from .errors import ConfigurationError, TenancyError
 from .route import MAX_TENANT_BYTES, check_key
-from .scope import TenantScoped, levels, raw_table, scoped_class, scoped_tables, table_in, unconditional
+from .scope import TenantScoped, levels, raw_table, scoped_class, scoped_tables, table_in, unconditional, unnamed_class
 
 __all__ = ["SETTING", "UNSCOPED", "Tenancy", "TenantScoped", "check_role", "row_level_security", "session_tenant"]
 
@@ -151,6 +151,8 @@ class Tenancy:
             scoped = scoped or next(filter(None, map(scoped_class, level)), None)
             if not state.is_relationship_load:  # the ORM makes these from mapped classes alone
                 _refuse(raw_table(level), "a Core or text statement, or a join made by hand, on")
+        if unnamed := unnamed_class(state.statement):
+            _refuse(unnamed.__name__, "on SQLAlchemy 2.0 a SELECT that names only in its conditions")
         tenant = self._claim(state.session, scoped.__name__) if scoped else self.of(state.session)
         if scoped and (kind := unconditional(state)):
             _refuse(scoped.__name__, kind)

@@ -89,8 +89,9 @@ class Run:
 
 def count(connection: Connection, selection: Selection) -> tuple[int, int]:
     """How many deliveries are selected, and how many more are left out because the same was asked for them before."""
-    asked = _is_asked(selection.action)
-    counted = select(asked, func.count()).where(*_conditions(connection, selection)).group_by(asked)
+    # MySQL groups by nothing but columns.
+    asked = select(_is_asked(selection.action).label("before")).where(*_conditions(connection, selection)).subquery()
+    counted = select(asked.c.before, func.count()).group_by(asked.c.before)
     found = {bool(before): number for before, number in connection.execute(counted)}
     return found.get(False, 0), found.get(True, 0)
 
