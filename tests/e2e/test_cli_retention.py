@@ -1,0 +1,221 @@
+"""Prune, archive and restore in the hands of people: real processes, on real databases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import stat
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pillarbox import Pillarbox, Route
+from pillarbox.cli.output import Exit
+from pillarbox.transports.memory import MemoryTransport
+from tests.e2e import test_cli
+from tests.e2e.test_cli import CommandLine, execute, on_postgres, on_sqlite
+from tests.servers import Database, wait_until
+
+pillarbox = test_cli.pillarbox
+database = test_cli.database
+migrated = test_cli.migrated
+filled = test_cli.filled
+
+BROKER, ARCHIVE = "broker:stock.events", "archive:stock.{tenant}"
+WEEK = ("--older-than", "7d")
+
+
+async def _drain(url: str) -> int:
+    """Send what there is; how many messages."""
+    engine = create_async_engine(url)
+    broker, archive = MemoryTransport(), MemoryTransport()
+    routes = [
+        Route("stock.**", to="broker", topic="stock.events"),
+        Route("stock.item.*", to="archive", topic="stock.{tenant}"),
+    ]
+    async with Pillarbox(engine, transports={"broker": broker, "archive": archive}, routes=routes) as box:
+        await box.relay().drain()
+    await engine.dispose()
+    return sum(map(len, (broker.sent("stock.events"), archive.sent("stock.acme"), archive.sent("stock.globex"))))
+
+
+def drain(database: Database) -> int:
+    return asyncio.run(_drain(database.url()))
+
+
+@pytest.fixture
+def old(filled: Database) -> Database:
+    """All six deliveries were sent long ago."""
+    assert drain(filled) == 6
+    execute(filled, "UPDATE pillarbox_outbox SET created_at = '2020-01-01 00:00:00'")
+    if filled.is_postgres:
+        execute(filled, "UPDATE pillarbox_journal SET settled_at = '2020-01-01 00:00:00'")
+    else:
+        execute(filled, "UPDATE pillarbox_outbox SET sent_at = '2020-01-01 00:00:00'")
+    return filled
+
+
+def rows(database: Database) -> int:
+    return int(execute(database, "SELECT count(*) FROM pillarbox_outbox")[0][0])
+
+
+def trail(pillarbox: CommandLine) -> list[Any]:
+    return [(it["action"], it["details"]["count"], it["reason"]) for it in pillarbox.json("outbox", "audit")["entries"]]
+
+
+class TestPrune:
+    def test_a_dry_run_then_the_real_one(self, pillarbox: CommandLine, old: Database) -> None:
+        assert pillarbox("outbox", "prune", *WEEK, "--dry-run").stdout == "prune: 6 deliveries would be deleted\n"
+        some = pillarbox.json("outbox", "prune", *WEEK, "--dry-run", "--route", BROKER)
+        assert (some["selected"], some["done"], some["left"], some["audit"]) == (3, 0, 3, None)
+        assert (rows(old), trail(pillarbox)) == (6, [])
+
+        done = pillarbox.json("outbox", "prune", *WEEK, "--route", BROKER, "--yes", "--batch", "2")
+        assert (done["done"], done["left"]) == (3, 0)
+        printed = pillarbox("outbox", "prune", *WEEK, "--yes", "--reason", "tidy").stdout.splitlines()
+        assert printed[0].startswith("prune: 3 deliveries deleted, audit entry ")
+        assert (rows(old), trail(pillarbox)) == (0, [("prune", 3, "tidy"), ("prune", 3, None)])
+        if old.is_postgres:
+            assert execute(old, "SELECT * FROM pillarbox_journal") == []
+        assert pillarbox("outbox", "prune", *WEEK, "--yes").stdout == "prune: nothing to do\n"
+
+    @on_sqlite
+    def test_what_is_young_or_not_sent_stays(self, pillarbox: CommandLine, filled: Database) -> None:
+        execute(filled, "UPDATE pillarbox_outbox SET created_at = '2020-01-01 00:00:00'")
+        assert pillarbox("outbox", "prune", *WEEK, "--yes").stdout == "prune: nothing to do\n"
+        assert drain(filled) == 6
+        assert pillarbox("outbox", "prune", *WEEK, "--yes").stdout == "prune: nothing to do\n"
+        assert rows(filled) == 6
+
+    @on_sqlite
+    def test_asks_first(self, pillarbox: CommandLine, old: Database) -> None:
+        said = pillarbox.complaint("outbox", "prune", *WEEK, code=Exit.USAGE)
+        assert "this would delete 6 deliveries of the outbox for ever: say --yes" in said
+        said = pillarbox.complaint("outbox", "prune", "--older-than", "1s", "--yes", code=Exit.USAGE)
+        assert "rows stay for 60 seconds at least" in said
+        said = pillarbox.complaint("outbox", "prune", *WEEK, "--route", "nowhere", code=Exit.PROBLEM)
+        assert "there is no route 'nowhere'" in said
+        assert rows(old) == 6
+
+    @on_sqlite
+    def test_shows_a_terminal_how_far_it_is(self, pillarbox: CommandLine, old: Database) -> None:
+        main, terminal = pty.openpty()
+        process = pillarbox.start("outbox", "prune", *WEEK, stdin=terminal, stderr=terminal)
+        os.close(terminal)
+        os.write(main, b"y\n")
+        assert process.communicate(timeout=60)[0].startswith("prune: 6 deliveries deleted")
+        shown = os.read(main, 10_000).decode()
+        os.close(main)
+        assert "Delete 6 deliveries of the outbox for ever?" in shown
+        assert "100%" in shown
+        assert rows(old) == 0
+
+    def test_stops_between_two_chunks(self, pillarbox: CommandLine, old: Database) -> None:
+        process = pillarbox.start("outbox", "prune", *WEEK, "--yes", "--pace", "1")
+        wait_until(lambda: rows(old) < 6, "the first chunk is gone")
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=60)[0].splitlines()
+        assert process.returncode == Exit.INTERRUPTED
+        left = rows(old)
+        assert 0 < left < 6
+        said = "1 delivery" if left == 1 else f"{left} deliveries"
+        assert printed[-1] == f"stopped: {said} left; the same command goes on"
+        assert pillarbox.json("outbox", "prune", *WEEK, "--yes")["done"] == left
+
+
+class TestArchive:
+    @pytest.mark.parametrize("name", ["old.jsonl", "old.jsonl.zst"])
+    def test_to_a_file_and_back(self, pillarbox: CommandLine, old: Database, name: str) -> None:
+        before = pillarbox.json("outbox", "list")["deliveries"]
+        wanted = ["outbox", "archive", *WEEK, "--to", name]
+        assert pillarbox.json(*wanted, "--dry-run")["selected"] == 6
+        assert not (pillarbox.folder / name).exists()
+        assert pillarbox.json(*wanted, "--yes", "--batch", "2")["done"] == 6
+        assert rows(old) == 0
+        assert stat.S_IMODE((pillarbox.folder / name).stat().st_mode) == 0o600
+        assert [it.name for it in pillarbox.folder.glob("*old*")] == [name]
+        assert "exists: choose another name" in pillarbox.complaint(*wanted, "--yes", code=Exit.PROBLEM)
+
+        wanted = ["outbox", "restore", name]
+        dry = pillarbox.json(*wanted, "--dry-run")
+        assert (dry["selected"], dry["there"], dry["done"]) == (6, 0, 0)
+        assert "say --yes" in pillarbox.complaint(*wanted, code=Exit.USAGE)
+        assert pillarbox.json(*wanted, "--yes", "--route", BROKER)["done"] == 3
+        printed = pillarbox(*wanted, "--yes").stdout.splitlines()
+        assert printed[0].startswith("restore: 3 deliveries brought back as history, audit entry ")
+        assert printed[1] == "3 deliveries: in the outbox already, left alone"
+        after = pillarbox.json("outbox", "list")["deliveries"]
+        assert _told(after) == _told(before)
+        assert drain(old) == 0
+        assert trail(pillarbox) == [("restore", 3, None), ("restore", 3, None), ("archive", 6, None)]
+
+    def test_to_be_sent_again(self, pillarbox: CommandLine, old: Database) -> None:
+        pillarbox("outbox", "archive", *WEEK, "--to", "old.jsonl", "--yes")
+        line = json.loads((pillarbox.folder / "old.jsonl").read_text("utf-8").splitlines()[1])
+        wanted = ["outbox", "restore", "old.jsonl", "--resend", "--yes"]
+        assert pillarbox.json(*wanted, "--event", line["event_id"])["done"] == 2
+        assert pillarbox(*wanted).stdout.startswith("restore: 4 deliveries to be sent again, audit entry ")
+        assert drain(old) == 6
+        said = pillarbox.complaint(*wanted, "--as-sent", code=Exit.USAGE)
+        assert "--as-sent and --resend exclude each other" in said
+
+    def test_a_run_that_was_stopped_is_finished_by_the_next_one(self, pillarbox: CommandLine, old: Database) -> None:
+        """The file is whole, and a part of its rows is gone: nothing is lost, and nothing is archived twice."""
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
+        process = pillarbox.start(*wanted, "old.jsonl", "--pace", "1")
+        wait_until(lambda: rows(old) < 6, "the first chunk is gone")
+        process.kill()
+        process.communicate(timeout=60)
+        left = rows(old)
+        assert 0 < left < 6
+        said = pillarbox.complaint(*wanted, "other.jsonl", code=Exit.PROBLEM)
+        assert f"say --to {pillarbox.folder / 'old.jsonl'} to finish that first" in said
+        whole = (pillarbox.folder / "old.jsonl").read_bytes()
+        assert pillarbox.json(*wanted, "old.jsonl")["done"] == 6
+        assert (pillarbox.folder / "old.jsonl").read_bytes() == whole
+        assert rows(old) == 0
+        assert pillarbox.json("outbox", "restore", "old.jsonl", "--yes")["done"] == 6
+        pillarbox(*wanted, "other.jsonl", "--dry-run")  # is not refused any more
+
+    @on_postgres
+    def test_a_crash_before_the_file_is_whole_costs_nothing(self, pillarbox: CommandLine, old: Database) -> None:
+        die = "import os, pillarbox.stores.archive as a\na.Writer.finish = lambda self: os._exit(9)"
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
+        pillarbox.python(die, *wanted, "old.jsonl", code=9)
+        assert (rows(old), (pillarbox.folder / "old.jsonl").exists()) == (6, False)
+        assert pillarbox.json(*wanted, "old.jsonl")["done"] == 6
+        assert [*pillarbox.folder.glob("*.partial"), *pillarbox.folder.glob(".*.partial")] == []
+
+    def test_to_a_table(self, pillarbox: CommandLine, old: Database) -> None:
+        done = pillarbox.json("outbox", "archive", *WEEK, "--to", "table:old_events", "--yes", "--batch", "4")
+        assert (done["done"], rows(old)) == (6, 0)
+        found = execute(old, "SELECT status, route FROM old_events ORDER BY id")
+        assert sorted(found) == [("SENT", ARCHIVE)] * 3 + [("SENT", BROKER)] * 3
+        said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", "here", code=Exit.USAGE)
+        assert "ends in .jsonl or .jsonl.zst, or table:NAME" in said
+
+    @on_sqlite
+    def test_a_damaged_file(self, pillarbox: CommandLine, old: Database) -> None:
+        pillarbox("outbox", "archive", *WEEK, "--to", "old.jsonl", "--yes")
+        path = pillarbox.folder / "old.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"SENT", b"Sent", 1))
+        assert "is damaged" in pillarbox.complaint("outbox", "restore", "old.jsonl", "--yes", code=Exit.PROBLEM)
+        assert "cannot read absent" in pillarbox.complaint("outbox", "restore", "absent", code=Exit.PROBLEM)
+        assert rows(old) == 0
+
+    @on_sqlite
+    def test_a_folder_that_is_not_there(self, pillarbox: CommandLine, old: Database) -> None:
+        said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", "no/old.jsonl", "--yes", code=Exit.PROBLEM)
+        assert "No such file or directory" in said
+        assert rows(old) == 6
+
+
+def _told(deliveries: list[dict[str, Any]]) -> list[Any]:
+    """What does not depend on the place in the table."""
+    return sorted(
+        (it["event_id"], it["route"], it["status"], it["key"], it["tenant_id"], it["created_at"]) for it in deliveries
+    )
