@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from . import clock
@@ -78,6 +78,7 @@ class LaneWorker:
         draw: Callable[[], float],
         changed: Callable[[], None],
         signals: Signals = SILENT,
+        linger: float = 0.0,
     ) -> None:
         self.lane = lane
         self.pace = Pace()
@@ -95,6 +96,7 @@ class LaneWorker:
         self._report = Report(lane, counts, signals)
         self._draw = draw
         self._changed = changed
+        self._linger = linger
         self._bell = asyncio.Event()
         self._stopping = asyncio.Event()
         self._timeout: asyncio.Timeout | None = None
@@ -139,13 +141,23 @@ class LaneWorker:
             await self._deliver(None)
         while not self._stopping.is_set():
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
-            if not await self.turn() and not self._bell.is_set():
+            if not await self.turn() and not await self._hears_more():
                 await self._settle()
                 self.idle = True
                 self._changed()
                 await self._bell.wait()
                 self.idle = False
         await self._settle()
+
+    async def _hears_more(self) -> bool:
+        """Whether there is more to do, now or in a moment: the next announcement settles what was sent along the way,
+        and saves a write of its own.
+        """
+        if not self._bell.is_set() and self._linger and self.lane.announced is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._linger):
+                    await self._bell.wait()
+        return self._bell.is_set()
 
     async def run_once(self) -> None:
         """Take up what is open, take one turn, and settle."""

@@ -216,8 +216,8 @@ class Batch(msgspec.Struct, frozen=True):
     """The one of the page that it is made of."""
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
     relaxed: bool = False
-    """The announcement may be lost if the database crashes: then the same rows are sent again, which is what a
-    destination without numbers must bear anyhow."""
+    """The announcement, and what it settles, may be lost if the database crashes: then the same rows are sent again,
+    which is what a destination without numbers must bear anyhow."""
 
 
 class Census(msgspec.Struct, frozen=True):

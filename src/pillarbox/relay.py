@@ -56,6 +56,8 @@ class Pacing:
     """What the bodies that all lanes have in memory may take."""
     look: float = 1.0
     """The longest time between two looks at the outbox while the doorbell works; without it, a quarter."""
+    linger: float = 0.02
+    """How long a lane waits for more before it settles its last batch by itself."""
     grace: float = 10.0
     """How long lanes may take to finish what they have announced, when the relay stops."""
 
@@ -351,6 +353,7 @@ class Relay:
             draw=self._draw,
             changed=self._progress.set,
             signals=self._signals,
+            linger=0.0 if self._began_at is None else self._pacing.linger,
         )
 
     async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import event, func, select, text
+from sqlalchemy import event, func, select, text, update
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.outbox import Batch
 from pillarbox.stores import leases
+from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.statement import DirectStatement
-from pillarbox.stores.tables import outbox
+from pillarbox.stores.tables import meta, outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 
@@ -107,24 +108,29 @@ async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
     assert answer == 7
 
 
+@pytest.mark.parametrize("kind", ["log", "queue"])
 async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_does(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A standby that never answers lets every COMMIT wait that must be durable."""
     monkeypatch.setattr(leases, "HUNG_SECONDS", 1.0)
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
-    store = QueueStore(engine)
+        await connection.execute(update(meta).values(store=kind))
+    store = LogStore(engine)
     async with engine.begin() as connection:
         await connection.run_sync(store.register, [ROUTE])
-        await connection.run_sync(store.append, [delivery("a")])
+        await connection.run_sync(store.append, [delivery("a"), delivery("b")])
     [lane] = await store.take("r", lease=60, wanted={ROUTE.id: 1})
-    [row] = (await store.poll(lane, limit=1)).fresh
     await _configure(engine, "synchronous_standby_names", "nobody")
     try:
         while await _commits(engine):
             pass
-        announced = await store.announce(lane, Batch(items=[row.id], relaxed=True), settle=False)
+        announced = lane
+        for settles in (False, True)[: 1 + (kind == "log")]:  # a queue never settles before it is on the disk
+            page = await store.poll(announced, limit=1)
+            batch = Batch(items=[row.id for row in page.fresh], cursor=page.cursor, relaxed=True)
+            announced = await store.announce(announced, batch, settle=settles)
         level = await store.each_alone(DirectStatement(text("SHOW synchronous_commit")).fetch, {})
         assert [*level[0]] == ["on"]
         with pytest.raises(TimeoutError):

@@ -264,15 +264,21 @@ _ENTRY = """
 _SETTLED = """CAST(:route AS bigint), CAST(:shard AS integer), CAST(:settled_high AS bigint), CAST(:batch AS bigint),
     CAST(:settled AS text), CAST(:redone AS bigint[]), CAST(:skipped AS bigint[]), CAST(:first_number AS bigint),
     CAST(:count AS integer)"""
-ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
 # The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
-ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format("set_config('synchronous_commit', 'off', true)")))
-SETTLE = DirectStatement(
-    text(
-        f"WITH fence AS ({_FENCE.format('locked_by')}) {_ENTRY} SELECT {_SETTLED}, locked_by FROM fence RETURNING 1"  # noqa: S608
+_RELAXED = "set_config('synchronous_commit', 'off', true)"
+ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
+ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format(_RELAXED)))
+
+
+def _settle(fence: str) -> DirectStatement:
+    return DirectStatement(
+        text(f"WITH fence AS ({fence}) {_ENTRY} SELECT {_SETTLED}, locked_by FROM fence RETURNING 1")  # noqa: S608
     )
-)
+
+
+SETTLE = _settle(_FENCE.format("locked_by"))
 """Settle what was announced, and announce what follows, if anything does."""
+SETTLE_RELAXED = _settle(_FENCE.format(f"locked_by, {_RELAXED}"))
 SERVER = text("SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text)")
 """Which server this is, and since when. Another one may have less in it than the one where we looked."""
 JOURNAL = text(
