@@ -190,6 +190,13 @@ class TestArchive:
         assert pillarbox.json(*wanted, "old.jsonl")["done"] == 6
         assert [*pillarbox.folder.glob("*.partial"), *pillarbox.folder.glob(".*.partial")] == []
 
+    @on_sqlite
+    def test_two_at_once_do_not_archive_the_same(self, pillarbox: CommandLine, old: Database) -> None:
+        other = "import pillarbox.stores.archive as a\nnumbers = iter((0, 1))\na.latest = lambda _: next(numbers)"
+        done = pillarbox.python(other, "outbox", "archive", *WEEK, "--yes", "--to", "old.jsonl", code=Exit.PROBLEM)
+        assert "somebody else has archived meanwhile" in done.stderr
+        assert (rows(old), [*pillarbox.folder.glob("*.jsonl*"), *pillarbox.folder.glob(".*")]) == (6, [])
+
     def test_to_a_table(self, pillarbox: CommandLine, old: Database) -> None:
         done = pillarbox.json("outbox", "archive", *WEEK, "--to", "table:old_events", "--yes", "--batch", "4")
         assert (done["done"], rows(old)) == (6, 0)

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
@@ -331,6 +331,53 @@ class TestJournal:
         assert await depot.prune(older_than=86_400.0) == (0, 0)
         await depot.execute("UPDATE pillarbox_journal SET settled_at = now() - interval '2 days'")
         assert await depot.prune(older_than=86_400.0) == (1, 1)
+
+
+@on_postgres
+class TestPlans:
+    async def test_every_statement_goes_by_an_index(self, depot: Depot) -> None:
+        """However many rows there are, and with what the server knows of them."""
+        await depot.publish(KEYS[0])
+        columns = "event_type, route, shard, schema_version, topic, key, headers, body"
+        await depot.execute(
+            f"INSERT INTO pillarbox_outbox (event_id, {columns}) "
+            f"SELECT gen_random_uuid(), {columns.replace('shard', 'g % 16')} "
+            "FROM pillarbox_outbox, generate_series(1, 9000) g"
+        )
+        await depot.drain()
+        await depot.execute("ANALYZE pillarbox_outbox")
+        statements: list[tuple[str, Any]] = []
+
+        def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+            statements.append((statement, parameters))
+
+        def begun(_connection: object) -> None:
+            statements.append(("BEGIN", ()))
+
+        event.listen(depot.engine.sync_engine, "begin", begun)
+        event.listen(depot.engine.sync_engine, "before_cursor_execute", note)
+        scope = await depot.scope()
+        for place in await depot.ask(retention.stretches, scope):
+            page = await depot.ask(retention.page, scope, place, (), 100)
+            if page.after:
+                page = await depot.ask(retention.page, scope, place, page.after, 100)
+            await depot.ask(archive.fetch, page.keys)
+            await depot.ask(retention.remove, page.keys)
+            await depot.ask(retention.clear_journal, place, (), 100)
+        event.remove(depot.engine.sync_engine, "before_cursor_execute", note)
+        event.remove(depot.engine.sync_engine, "begin", begun)
+        explained = 0
+        async with depot.engine.connect() as connection:
+            for statement, given in statements:
+                if statement == "BEGIN":
+                    await connection.rollback()
+                elif "set_config" in statement:
+                    await connection.exec_driver_sql(statement, given)
+                elif "pillarbox_outbox" in statement:
+                    plan = "\n".join(row[0] for row in await connection.exec_driver_sql(f"EXPLAIN {statement}", given))
+                    assert "Seq Scan on pillarbox_outbox" not in plan, f"{statement}\n{plan}"
+                    explained += 1
+        assert explained > 60
 
 
 class TestH49BesideTheOthers:

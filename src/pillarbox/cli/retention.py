@@ -381,6 +381,7 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
     """Write the file; False if somebody wanted to stop. Nothing is deleted yet."""
     async with work.engine.begin() as connection:
         header = await connection.run_sync(archives.header, found.scope.now)
+        before = await connection.run_sync(archives.latest)
     try:
         writer = Writer(path, header)
     except OSError as error:
@@ -397,8 +398,7 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
             writer.discard()
             return False
         work.details["sha256"] = writer.close().trailer.sha256
-        # From here on the next run knows which file is to be finished.
-        work.audit = await work.transaction(partial(work.note, count=writer.count, finished=False), 0)
+        work.audit = await work.transaction(_begin, work, writer.count, before)
         writer.finish()
     except OSError as error:
         writer.discard()
@@ -407,6 +407,14 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
         writer.discard()
         raise
     return True
+
+
+def _begin(connection: Connection, work: _Run, count: int, before: int) -> int:
+    """From here on the next run knows which file is to be finished."""
+    retention.alone(connection)
+    if archives.latest(connection) != before:
+        raise StoreError("somebody else has archived meanwhile, and the same deliveries perhaps: run this again")
+    return work.note(connection, 0, count=count, finished=False)
 
 
 async def _delete_archived(work: _Run, path: Path) -> None:

@@ -36,6 +36,7 @@ from sqlalchemy import (
     Table,
     Uuid,
     column,
+    func,
     insert,
     inspect,
     null,
@@ -48,7 +49,7 @@ from ..errors import MissingExtraError, StoreError
 from ..outbox import Delivery, Status
 from .append import Appender
 from .columns import ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
-from .retention import RowKey, identities
+from .retention import RowKey, alone, identities
 from .schema import SCHEMA_VERSION
 from .tables import audit, lanes, meta, outbox, routes
 
@@ -385,6 +386,11 @@ def unfinished(connection: Connection) -> list[Unfinished]:
     return [it for it in found.values() if it is not None]
 
 
+def latest(connection: Connection) -> int:
+    """The last row of the trail about an archive. A newer one, when a file is whole, may be about the same rows."""
+    return connection.scalar(select(func.max(audit.c.id)).where(audit.c.action == "archive")) or 0
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -482,7 +488,7 @@ def restore(connection: Connection, rows: Sequence[Archived], *, resend: bool) -
 
     History is never looked at by a relay: its status says that it is at its end, and in a log it has no transaction.
     """
-    connection.execute(select(meta.c.id).with_for_update())
+    alone(connection)
     missing = absent(connection, rows)
     if not missing:
         return 0

@@ -216,7 +216,7 @@ def _guard(connection: Connection) -> None:
 
 def remove(connection: Connection, keys: Sequence[RowKey]) -> int:
     """Delete those of the rows that are still there and may still go, with the records about them; how many."""
-    _alone(connection)
+    alone(connection)
     if not keys:
         return 0
     if not _is_postgres(connection):
@@ -244,7 +244,7 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
     """
     if stretch.route is None or stretch.passed is None:
         return 0, None
-    _alone(connection)
+    alone(connection)
     high, batch = stretch.upto
     lane = {"route": stretch.route, "shard": stretch.shard, "passed": stretch.passed, "high": high}
     rows = connection.execute(_REMAINING, {**lane, "limit": _REMEMBERED + 1}).all()
@@ -291,29 +291,34 @@ def note(
     return int(done.inserted_primary_key[0])
 
 
-def _alone(connection: Connection) -> None:
+def alone(connection: Connection) -> None:
     """People wait for each other, never a relay or a writer for them. It comes first, so that what is read after it is
     what the one before has left.
     """
     connection.execute(select(meta.c.id).with_for_update())
+    if _is_postgres(connection):
+        connection.execute(_BY_INDEX)
 
 
 # -- what a log is asked -----------------------------------------------------------------------------------------------
 
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
 _XMIN = "pg_snapshot_xmin(CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot))"
-_WAITS = """EXISTS (
-        SELECT FROM pillarbox_failures f
+_WAITS = """(
+        SELECT f.row_id FROM pillarbox_failures f
         WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
           AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
+        LIMIT 1
     )"""
 _BEHIND = f"""(
     o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= {_HIGH} AND (o.xid IS NULL OR o.xid < {_XMIN})
-    AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND NOT {_WAITS}
+    AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
 )"""
 """A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
 cursor passes a row in the transaction that writes its failure."""
 
+_BY_INDEX = text("SELECT set_config('enable_seqscan', 'off', true)")
+"""For this transaction: all that is asked has an index, whatever the statistics say."""
 _LOGS = text(
     "SELECT l.route, l.shard FROM pillarbox_lanes l "
     "WHERE l.cursor IS NOT NULL AND l.route = coalesce(CAST(:route AS bigint), l.route) ORDER BY l.route, l.shard"
