@@ -33,6 +33,7 @@ from ..stores.inspection import AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Author, Run, Selection
 from ..stores.schema import check_schema
 from ..transport import Capabilities
+from .convert import command as convert
 from .database import ask, load_settings, opened, run
 from .output import (
     CommandError,
@@ -68,6 +69,7 @@ def command() -> None:
 
 
 command.add_command(rebase)
+command.add_command(convert)
 
 # -- looking -----------------------------------------------------------------------------------------------------------
 
