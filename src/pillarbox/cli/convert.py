@@ -38,7 +38,7 @@ def command(
     if not plan.is_done and not dry_run:
         confirm(f"make the outbox a {to}: {_planned(plan)}", yes=yes)
         report["done"] = run(_convert(settings, plan, Author(by, reason)))
-    emit(report, plain(_told(plan, report["done"])), as_json=as_json)
+    emit(report, _told(plan, report["done"]), as_json=as_json)
     if report["done"] and (report["done"]["left"] or report["done"]["unfinished"]):
         click.get_current_context().exit(Exit.PROBLEM)
 
@@ -89,4 +89,4 @@ def _told(plan: Plan, done: dict[str, Any] | None) -> str:
     lines += [f"lane {lane} stays as it is: {reason}" for lane, reason in done["left"].items()]
     if done["unfinished"]:
         lines.append(f"not finished: {done['unfinished']}")
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))
