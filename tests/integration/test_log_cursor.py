@@ -19,7 +19,8 @@ from pillarbox import clock
 from pillarbox.cursor import Cursor, RowAt, Snapshot, Window, look
 from pillarbox.outbox import Batch, Delivery, Lane, RouteRecord
 from pillarbox.stores import log, log_sql
-from pillarbox.stores.log import LogStore
+from pillarbox.stores.log import LogStore, Look
+from pillarbox.stores.log_sql import Looks
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.statement import DirectStatement
 from tests.conftest import FreshDatabase
@@ -100,7 +101,7 @@ class SideBySide:
             for session in self._sessions:
                 if session.open:
                     await self._end(session, "COMMIT")
-            while (await self._look(lane, 3))[0].ids:
+            while (await self._look(lane, 3))[0].window.ids:
                 lane = await self._read(lane)
         assert all(self._cursor.covers(row) for row in self._committed)
 
@@ -170,12 +171,13 @@ class SideBySide:
     async def _read(self, lane: Lane) -> Lane:
         draw = self._draw
         await self._check(lane)
-        window, ours = await self._look(lane, draw.choice((1, 2, 3, 50, 50, 50)))
+        seen, ours = await self._look(lane, draw.choice((1, 2, 3, 50, 50, 50)))
+        window = seen.window
         part = window.ids
         if draw.random() < 0.3:
             part = part[: draw.randint(min(1, len(part)), len(part))]
         settle = lane.announced is not None
-        lane = await self._store.announce(lane, Batch(part, cursor=window), settle=settle)
+        lane = await self._store.announce(lane, Batch(part, cursor=seen), settle=settle)
         before, self._cursor = self._cursor, ours.dealt_with(part)
         assert self._same(window.dealt_with(part)) == self._same(self._cursor)
         if part:
@@ -191,12 +193,13 @@ class SideBySide:
         (lane,) = await self._store.take("r", lease=0.0, wanted={ROUTE.id: 1}, shards=[self._shard])
         return lane
 
-    async def _look(self, lane: Lane, limit: int) -> tuple[Window, Window]:
+    async def _look(self, lane: Lane, limit: int) -> tuple[Look, Window]:
         """What the store finds, and what must be found."""
         rows = self._draw.choice((1, 2, 4, *[100] * 9))
         before = await self._snapshot()
         page = await self._store.poll(lane, limit=limit, max_bytes=rows * len(BODY))
-        window: Window = page.cursor
+        seen: Look = page.cursor
+        window = seen.window
         if before == await self._snapshot():  # else somebody else was at work: autovacuum perhaps
             assert window.start.paging is not None or window.snapshot == before
         ours = look(self._cursor, self._committed, before, min(limit, rows))
@@ -210,7 +213,7 @@ class SideBySide:
         self.late += len(ours.late)
         late = [row for row in self._committed if row.id in ours.late]
         self.unlisted += sum(row.xid >= ours.start.seen.xmax for row in late)
-        return window, ours
+        return seen, ours
 
     async def _snapshot(self) -> Snapshot:
         return Snapshot.parse((await self._watch.execute(_SNAPSHOT)).scalar_one())
@@ -271,12 +274,15 @@ def _rebuild_with_the_snapshot_of_now(patch: pytest.MonkeyPatch) -> None:
 
 
 def _replace(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
-    statement: Any = getattr(log_sql, name)
-    direct = isinstance(statement, DirectStatement)
-    said: str = (statement._statement if direct else statement).text
-    assert old in said
-    changed = text(said.replace(old, new))
-    patch.setattr(log_sql, name, DirectStatement(changed) if direct else changed)
+    def changed(statement: Any) -> Any:
+        if isinstance(statement, Looks):
+            return Looks(changed(statement.light), changed(statement.sized))
+        if isinstance(statement, DirectStatement):
+            return DirectStatement(changed(statement._statement))
+        assert old in statement.text
+        return text(statement.text.replace(old, new))
+
+    patch.setattr(log_sql, name, changed(getattr(log_sql, name)))
 
 
 @pytest.mark.parametrize(

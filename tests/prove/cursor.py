@@ -38,7 +38,7 @@ from pillarbox.cursor import Window
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import BatchMismatchError, LeaseLostError
 from pillarbox.outbox import Batch, Delivery, Failure, Key, Lane, LaneName, RouteRecord, Row
-from pillarbox.stores.log import LogStore
+from pillarbox.stores.log import LogStore, Look
 from pillarbox.stores.migrations import migrate
 from tests.servers import Servers
 
@@ -265,7 +265,7 @@ class Reader:
         draw, found = self._draw, self.found
         limit = draw.choice((1, 2, 3, 5, 8, 30, 300))
         page = await self._store.poll(lane, limit=limit, max_bytes=draw.choice((4_194_304, 4_194_304, 4_194_304, 60)))
-        window: Window = page.cursor
+        window: Window = page.cursor.window
         found.polls += 1
         found.pages += window.more or window.start.paging is not None
         if draw.random() < 0.03:  # who looked dies before it says anything
@@ -274,7 +274,9 @@ class Reader:
             if lane.announced is not None:
                 return await self._store.settle(lane)
             await asyncio.sleep(0.001)
-            return lane if draw.random() < 0.7 else await self._store.announce(lane, Batch(cursor=window), settle=False)
+            if draw.random() < 0.7:
+                return lane
+            return await self._store.announce(lane, Batch(cursor=page.cursor), settle=False)
         if draw.random() < 0.02 and self._name not in await self._store.ready([ROUTE.id]):
             found.faults.append(f"rows are waiting in lane {self._name.shard}, which is said to have nothing to do")
         fresh = list(page.fresh)
@@ -283,7 +285,7 @@ class Reader:
             found.cut += 1
         late = {*window.late}
         found.late += sum(row.id in late for row in fresh)
-        return await self._announce(lane, self._plan(lane, page.redo, fresh), window)
+        return await self._announce(lane, self._plan(lane, page.redo, fresh), page.cursor)
 
     def _plan(self, lane: Lane, redo: Sequence[Row], fresh: Sequence[Row]) -> Plan:
         """Now and then a row is rejected; what comes after it in its key waits behind it."""
@@ -303,10 +305,10 @@ class Reader:
         self.found.parked += len(plan.parked)
         return plan
 
-    async def _announce(self, lane: Lane, plan: Plan, window: Window) -> Lane:
+    async def _announce(self, lane: Lane, plan: Plan, look: Look) -> Lane:
         first, settle = lane.next_number, lane.announced is not None
         items = [row.id for row in plan.items]
-        batch = Batch(items, plan.failures, plan.parked, cursor=window)
+        batch = Batch(items, plan.failures, plan.parked, cursor=look)
         lane = await self._store.announce(lane, batch, settle=settle)
         sent = list(enumerate(plan.items, start=first))
         if sent and self._draw.random() < 0.05:
@@ -315,7 +317,7 @@ class Reader:
         self._batch = [(number, row.event_id) for number, row in sent]
         if sent and self._draw.random() < 0.2:
             await self._compare(lane, self._batch)
-        if sent and {*items} <= {*window.ids}:  # what was redone can be rebuilt only until it is settled
+        if sent and {*items} <= {*look.window.ids}:  # what was redone can be rebuilt only until it is settled
             self._history.append((lane, self._batch))
         return await self._store.settle(lane) if sent and self._draw.random() < 0.2 else lane
 
@@ -362,7 +364,7 @@ class Reader:
 
     async def _is_empty(self, lane: Lane) -> bool:
         page = await self._store.poll(lane, limit=1)
-        return not page.fresh and page.cursor.start.paging is None
+        return not page.fresh and page.cursor.window.start.paging is None
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------

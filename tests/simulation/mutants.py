@@ -19,16 +19,19 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy.orm import Session
 
+from pillarbox import cursor as cursors
 from pillarbox import lane as lanes
 from pillarbox import relay as relays
 from pillarbox.bus import Bus
 from pillarbox.collector import Collector
+from pillarbox.cursor import Cursor, Snapshot, Window
 from pillarbox.lane import LaneWorker
 from pillarbox.outbox import LaneName, Status
 from pillarbox.relay import Relay
 from pillarbox.session import BoundSession
-from pillarbox.stores import memory
+from pillarbox.stores import memory, memory_log
 from pillarbox.stores.memory import MemoryStore
+from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.testing.simulation import simulate, writers
 from pillarbox.testing.simulation.brokers import NumberedBroker
 from pillarbox.transport import Message, Outcome, Rejection, Verdict
@@ -55,7 +58,7 @@ def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
     """Keep a mutant, with the invariants that may catch it."""
 
     def keep(plant: Plant) -> Plant:
-        MUTANTS.append(Mutant(plant, shows, {"failover": False, "sessions": False} | world))
+        MUTANTS.append(Mutant(plant, shows, {"failover": False, "sessions": False, "log": False} | world))
         return plant
 
     return keep
@@ -186,10 +189,10 @@ class _ChecksFirst:
 def _settle_before_send(patch: pytest.MonkeyPatch) -> None:
     deliver = LaneWorker._deliver
 
-    async def early(self: LaneWorker, items: Any) -> None:
+    async def early(self: LaneWorker, items: Any, messages: Any = None) -> None:
         if items is not None:
             self.lane = await self._store.settle(self.lane)
-        await deliver(self, items)
+        await deliver(self, items, messages)
 
     patch.setattr(LaneWorker, "_deliver", early)
 
@@ -473,6 +476,50 @@ def main() -> None:
             planted.plant(patch)
             seeds, violation = seeds_to_catch(planted)
         sys.stdout.write(f"{planted!s:45} {seeds:5}  {violation or 'NOT CAUGHT'}\n")
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("I9", log=True)
+def _late_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cursor, "is_late", lambda _self, _row: False)
+
+
+@mutant("I9", log=True)
+def _only_those_that_were_listed_are_late(patch: pytest.MonkeyPatch) -> None:
+    late = Cursor.is_late
+    patch.setattr(Cursor, "is_late", lambda self, row: late(self, row) and row.xid < self.seen.xmax)
+
+
+@mutant("I9", log=True)
+def _a_page_of_late_rows_taken_for_the_last(patch: pytest.MonkeyPatch) -> None:
+    after = Window.after
+    patch.setattr(Window, "after", lambda self, count: after(replace(self, more=False), count))
+
+
+@mutant("I9", log=True)
+def _seen_is_newer_than_the_look(patch: pytest.MonkeyPatch) -> None:
+    """As if the snapshot were taken by a statement of its own, before which others have committed."""
+    look = cursors.look
+
+    def looked(start: Cursor, rows: Any, snapshot: Snapshot, limit: int) -> Window:
+        window = look(start, rows, snapshot, limit)
+        everybody = Snapshot(snapshot.xmax + 2, snapshot.xmax + 2)
+        return window if window.start.paging else replace(window, snapshot=everybody)
+
+    patch.setattr(memory_log, "look", looked)
+
+
+@mutant("I5", log=True)
+def _rows_by_transaction(patch: pytest.MonkeyPatch) -> None:
+    written = MemoryLogStore._written
+    patch.setattr(MemoryLogStore, "_written", lambda self, lane: sorted(written(self, lane), key=lambda row: row.xid))
+
+
+@mutant("I9", log=True)
+def _the_cursor_passes_what_was_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Window, "dealt_with", lambda self, _ids: self.after(len(self.ids)))
 
 
 if __name__ == "__main__":

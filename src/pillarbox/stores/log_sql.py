@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import text
 
+from .origin import IS_ORIGINAL
 from .statement import DirectStatement
 
 _ROW = "id, event_id, topic, key, tenant, headers, body"
@@ -420,12 +421,11 @@ PARKED = text(
     f"SELECT f.tenant, f.key FROM pillarbox_failures f WHERE {_FAILURE} AND f.status = 'PARKED'"  # noqa: S608
 )
 GUARDS = text(
-    """
-    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
-            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+    f"""
+    SELECT {IS_ORIGINAL},
            (SELECT seqcache FROM pg_sequence
             WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
            pg_is_in_recovery(), row_security_active('pillarbox_outbox'),
            current_setting('fsync'), current_setting('synchronous_commit')
-    """
+    """  # noqa: S608  constants
 )

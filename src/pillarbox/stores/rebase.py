@@ -30,6 +30,7 @@ from .. import clock
 from ..cursor import Snapshot
 from ..errors import StoreError
 from .operations import Author
+from .origin import IS_ORIGINAL, WRITE
 from .tables import audit, lanes, meta
 
 PORTION = 10_000
@@ -147,7 +148,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
             epoch=lanes.c.epoch + 1, **dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
         )
     )
-    for statement in _ORIGIN:
+    for statement in map(text, WRITE):
         connection.execute(statement)
     before: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
     install = clock.current().new_id() if new_install_id else before
@@ -183,9 +184,8 @@ def _draw_ids_above_all(connection: Connection) -> None:
 
 
 _STATE = text(
-    """
-    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
-            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+    f"""
+    SELECT {IS_ORIGINAL},
            pg_is_in_recovery(), row_security_active('pillarbox_outbox')
     """
 )
@@ -275,12 +275,4 @@ _MOVE_UP = text(
     ) n
     WHERE o.event_id = n.event_id AND o.route = n.route AND o.schema_version = n.schema_version
     """
-)
-_ORIGIN = (
-    text("DELETE FROM pillarbox_origin"),
-    text("INSERT INTO pillarbox_origin (id) VALUES (1)"),
-    text(
-        "INSERT INTO pillarbox_origin (id, first_xmin) "
-        "SELECT 2, CAST(CAST(xmin AS text) AS bigint) FROM pillarbox_origin WHERE id = 1"
-    ),
 )

@@ -31,6 +31,7 @@ from ..errors import StoreError
 from ..outbox import Status, stable_hash
 from .columns import from_now
 from .operations import Author
+from .origin import IS_ORIGINAL
 from .tables import audit, meta, outbox, routes
 
 MINIMUM_AGE = 60.0
@@ -419,9 +420,8 @@ _CLEAR = text(
     """
 )
 _GUARDS = text(
-    """
-    SELECT (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint)
-            FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2),
+    f"""
+    SELECT {IS_ORIGINAL},
            pg_is_in_recovery(),
            row_security_active('pillarbox_outbox') OR row_security_active('pillarbox_failures')
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
+from .. import origin
 from ..columns import ByteExact, JsonText, LongBytes, LongText, Utc
 from .step_0001 import VIEWS
 
@@ -37,7 +38,7 @@ def upgrade(op: Operations) -> None:
         sa.Column("headers", JsonText),
         sa.Column("body", LongBytes),
     )
-    for statement in (*_TABLES, *_ORIGIN, _COVERED, _UNSENT, _view()):
+    for statement in (*_TABLES, *origin.WRITE, _COVERED, _UNSENT, _view()):
         op.execute(sa.text(statement))
     if op.get_context().as_sql or _is_new(op):
         op.execute(INDEX)
@@ -77,15 +78,6 @@ CREATE TABLE pillarbox_journal (
     PRIMARY KEY (route, shard, high, batch)
 )""",
     "CREATE TABLE pillarbox_origin (id smallint PRIMARY KEY, first_xmin bigint)",
-)
-
-# The first row is never touched again, and the second says which transaction wrote it. In a copy that was not made of
-# the files, by a dump or by logical replication, another one has: there all numbers of transactions mean nothing.
-_ORIGIN = (
-    "INSERT INTO pillarbox_origin (id) VALUES (1)",
-    """
-INSERT INTO pillarbox_origin (id, first_xmin)
-SELECT 2, CAST(CAST(xmin AS text) AS bigint) FROM pillarbox_origin WHERE id = 1""",
 )
 
 INDEX = """
