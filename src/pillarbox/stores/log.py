@@ -215,6 +215,10 @@ def _look(
         return _window(found, start, start.paging, start.late, limit)
     seen = start.seen
     before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
+    found = sql.GLANCES[bool(seen.running)].fetch(connection, {**parameters, **before})
+    late, snapshot, _ = _looked(found, start)
+    if late is None and not _lacks_bodies(found):
+        return _window(found, start, snapshot, (), limit)
     found = _found(connection, sql.POLL, {**parameters, **before})
     count, snapshot, xids = _looked(found, start)
     if count <= limit:
@@ -228,17 +232,19 @@ def _look(
 
 def _found(connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
     found = looks.light.fetch(connection, parameters)
-    if any(values[7] is None and values[0] < _LOOK for values in found):
-        return looks.sized.fetch(connection, parameters)
-    return found
+    return looks.sized.fetch(connection, parameters) if _lacks_bodies(found) else found
+
+
+def _lacks_bodies(found: Sequence[Any]) -> bool:
+    return any([values[7] is None and values[0] < _LOOK for values in found])  # noqa: C419  faster
 
 
 def _late(xids: Iterable[int]) -> dict[str, list[str]]:
     return {"late": [str(xid) for xid in xids]}
 
 
-def _looked(found: Sequence[Any], start: Cursor) -> tuple[int, Snapshot, tuple[int, ...]]:
-    """How many late rows there are, when we looked, and whose rows they are."""
+def _looked(found: Sequence[Any], start: Cursor) -> tuple[Any, Snapshot, tuple[int, ...]]:
+    """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
     _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
     if refused == "standby":
         raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
@@ -264,7 +270,7 @@ def _window(
     ]
     rows.sort(key=attrgetter("id"))
     del rows[limit:]
-    count, server = next((values[1], values[6]) for values in found if values[0] == _LOOK)
+    count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
     late = min(count, sum(values[0] == 0 for values in found), limit)
     more = late < count
     if more:  # none of the fresh ones before the last late one

@@ -43,16 +43,18 @@ def _of_transactions(xids: str, conditions: str) -> str:
 
 # Where we look, and whether we may: a standby's snapshot does not know who is at work on the primary, and rows that a
 # policy hides from us would be passed over for good.
-_LOOK = """
+_WITH_LOOK = """
     UNION ALL
-    SELECT 2, (SELECT count(*) FROM late), NULL, CAST(pg_current_snapshot() AS text),
-           (SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late),
+    SELECT 2, {}, NULL, CAST(pg_current_snapshot() AS text), {},
            CASE WHEN pg_is_in_recovery() THEN 'standby'
                 WHEN row_security_active('pillarbox_outbox') THEN 'filtered' END,
            CAST(extract(epoch FROM pg_postmaster_start_time()) AS text), NULL
     UNION ALL
     (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
      FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard ORDER BY r.id LIMIT :limit)"""
+_LOOK = _WITH_LOOK.format(
+    "(SELECT count(*) FROM late)", "(SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late)"
+)
 
 _XMAX = "CAST(CAST(:xmax AS text) AS xid8)"
 _RUNNING = "unnest(CAST(CAST(:running AS text[]) AS xid8[]))"
@@ -81,6 +83,29 @@ _PAGE = f"""
         {_of_transactions(_LATE_XIDS, "o.id > :done AND o.id <= :high")}
         ORDER BY id LIMIT :limit + 1
     )"""
+
+
+_FRESH_ROWS = f"""
+    (SELECT 1 AS part, {_SMALL} FROM (
+        SELECT {_COLUMNS} FROM pillarbox_outbox o
+        WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        ORDER BY o.id LIMIT :limit
+    ) fresh)"""  # noqa: S608  constants
+_OF_LATER = f"""
+    (SELECT o.id FROM pillarbox_outbox o
+     WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high ORDER BY o.xid, o.id LIMIT 1)"""  # noqa: S608  constants
+_OF_RUNNING = f"""
+    (SELECT one.id FROM {_RUNNING} AS x(xid) CROSS JOIN LATERAL (
+        SELECT o.id FROM pillarbox_outbox o
+        WHERE {_LANE} AND o.xid = x.xid AND o.id <= :high ORDER BY o.id LIMIT 1
+     ) one LIMIT 1)"""  # noqa: S608  constants
+GLANCES = {
+    False: DirectStatement(text(_FRESH_ROWS + _WITH_LOOK.format(_OF_LATER, "NULL"))),
+    True: DirectStatement(text(_FRESH_ROWS + _WITH_LOOK.format(f"coalesce({_OF_LATER}, {_OF_RUNNING})", "NULL"))),
+}
+"""The look that is mostly enough: fresh rows, and a late one, if there is any; then one must look again, and closer. By
+whether somebody was at work when the lane last looked. The database plans every look anew, since it thinks that the
+next one may be quite different: so this one is as simple as can be."""
 
 
 @dataclass(frozen=True, slots=True)
