@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 on_postgres = pytest.mark.parametrize("database", ["embedded"], indirect=True)
 
 
-class Came(IntegrationEvent, name="depot.truck.came"):
+class Came(IntegrationEvent, name="retention.truck.came"):
     load: str = ""
 
 
@@ -56,7 +56,7 @@ class Depot:
         self.store = store_on(engine)
         self.broker = MemoryTransport()
         retry = RetryPolicy(base=0.001, cap=0.001, attempts=2)
-        routes = [Route("depot.**", to="broker", topic=TOPIC, retry=retry)]
+        routes = [Route("retention.**", to="broker", topic=TOPIC, retry=retry)]
         self.box = Pillarbox(engine, transports={"broker": self.broker}, routes=routes)
 
     async def publish(self, *keys: str, load: str = "") -> None:
@@ -240,7 +240,7 @@ class TestAnnounced:
 
 def _delivery(key: str, body: bytes = b"{}") -> Delivery:
     headers = {"content_type": "application/octet-stream"}
-    return Delivery(uuid4(), "depot.truck.came", ROUTE_ID, 0, 1, TOPIC, key, None, headers, body)
+    return Delivery(uuid4(), "retention.truck.came", ROUTE_ID, 0, 1, TOPIC, key, None, headers, body)
 
 
 @on_postgres
