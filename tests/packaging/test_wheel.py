@@ -9,7 +9,9 @@ import venv
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.servers import Server
+import pytest
+
+from tests.servers import Server, Servers
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,9 +23,10 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def test_the_wheel_runs_the_tutorial_in_a_clean_environment(
-    tmp_path: Path, use_server: Callable[[str], Server]
+    tmp_path: Path, use_server: Callable[[str], Server], servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_server("embedded")
+    monkeypatch.setenv("PILLARBOX_HOME", str(servers.folder / "wheel"))  # others have tables of the same names
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     [wheel] = tmp_path.glob("pillarbox-*.whl")
     venv.create(tmp_path / "clean", with_pip=True)
