@@ -376,7 +376,7 @@ class LaneWorker:
         at_once = ready is not None and max([len(message.body) for message in ready]) <= self._largest
         messages = ready if ready is not None and at_once else self._next_request(items)
         outcome = await self._request(messages)
-        if len(outcome.accepted) == len(items) and not outcome.duplicates:
+        if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
             return [], outcome
         accepted.update([messages[index].number for index in outcome.accepted])
         if outcome.rejected and outcome.unfinished is not None and self._publisher.capabilities.numbered:

@@ -21,6 +21,7 @@ from uuid import UUID
 
 import msgspec
 
+from .cursor import RowAt
 from .retry import RetryPolicy
 
 SHARDS = 16
@@ -160,7 +161,7 @@ class Lane(msgspec.Struct, frozen=True):
     """Keys that have a failed or parked delivery: their new rows go behind it."""
     cursor: Any = None
     """How far the lane has come, where that is not kept with each row. Only the store understands it."""
-    discarded: frozenset[int] = frozenset()
+    discarded: frozenset[RowAt] = frozenset()
     """Rows ahead of the cursor that are never to be sent."""
 
     @property

@@ -188,6 +188,23 @@ class DatabaseStoreContract(OutboxStoreContract):
         [found] = (await world.store.poll(await world.store.settle(lane), limit=10)).fresh
         assert (found.event_id, found.id < row.id) == (late.event_id, True)
 
+    async def test_a_late_row_that_was_discarded_is_not_sent_by_any_later_turn(self, world: DatabaseWorld) -> None:
+        if world.engine.dialect.name == "sqlite":
+            pytest.skip("writers take turns")
+        await world.register(ROUTE)
+        lane = await self.lane(world)
+        async with world.engine.begin() as connection:
+            await connection.run_sync(world.store.append, [delivery("a")])
+            await world.append([delivery("b")])
+            [row] = (await world.store.poll(lane, limit=10)).fresh
+            lane = await world.store.settle(await world.announce(lane, Batch(items=[row.id]), settle=False))
+        [late] = (await world.store.poll(lane, limit=10)).fresh
+        asked = await world.request(late.id, "discard")
+        lane = await world.store.announce(lane, Batch(requests=[asked]), settle=False)
+        lane = await world.store.announce(lane, Batch(), settle=False)  # moves no cursor
+        assert (await world.store.poll(lane, limit=10)).fresh == ()
+        assert await world.status(late.id) is Status.DISCARDED
+
     async def test_h65_a_turn_waits_for_no_business_transaction(self, world: DatabaseWorld) -> None:
         if world.engine.dialect.name == "sqlite":
             pytest.skip("writers take turns")

@@ -139,6 +139,16 @@ async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_
         await _configure(engine, "synchronous_standby_names", "")
 
 
+async def test_a_copy_of_a_queue_needs_no_rebase(engine: AsyncEngine) -> None:
+    """Only cursors depend on the numbers of transactions."""
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.execute(update(meta).values(store="queue"))
+        await connection.run_sync(LogStore(engine).register, [ROUTE])
+        await connection.execute(text("UPDATE pillarbox_origin SET first_xmin = first_xmin + 1 WHERE id = 2"))
+    assert await LogStore(engine).take("r", lease=60, wanted={ROUTE.id: 1})
+
+
 async def _commits(engine: AsyncEngine) -> bool:
     try:
         async with asyncio.timeout(0.3), engine.begin() as connection:

@@ -207,7 +207,7 @@ class Failures:
         self._write(
             [(row, *self._known[row].key, Status.DISCARDED, count, None, None) for row, count in attempts.items()]
         )
-        return replace(lane, discarded=lane.discarded | ahead)
+        return replace(lane, discarded=lane.discarded | {self._known[row].at for row in ahead})
 
     def _edit(self, row: int, event_id: UUID | None, body: bytes | None) -> None:
         failed = self._failed([row]).get(row)

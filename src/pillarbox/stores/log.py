@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..cursor import Cursor, Snapshot, Window
+from ..cursor import Cursor, RowAt, Snapshot, Window
 from ..errors import BatchMismatchError, LaneHaltedError, StoreError
 from ..outbox import Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
@@ -54,8 +54,13 @@ class LogStore(QueueStore):
         return [free.get(lane.name, lane) for lane in taken]
 
     def _take(self, connection: Connection, *arguments: Any) -> list[Lane]:
-        self._check(connection)
-        return super()._take(connection, *arguments)
+        guards = connection.execute(sql.GUARDS).one()
+        if guards.standby:
+            raise StoreError("this server is a standby: relays need the primary")
+        taken = super()._take(connection, *arguments)
+        if any(lane.cursor is not None for lane in taken):
+            self._check(*guards)  # else nothing is taken, either
+        return taken
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
         queues = [lane for lane in taken if lane.cursor is None]
@@ -64,20 +69,19 @@ class LogStore(QueueStore):
         if not logs:
             return found
         names = {"routes": [lane.route.id for lane in logs], "shards": [lane.shard for lane in logs]}
-        discarded: dict[LaneName, set[int]] = {}
-        for route, shard, row in connection.execute(sql.DISCARDED, names):
-            discarded.setdefault(LaneName(route, shard), set()).add(row)
+        discarded: dict[LaneName, set[RowAt]] = {}
+        for route, shard, row, xid in connection.execute(sql.DISCARDED, names):
+            discarded.setdefault(LaneName(route, shard), set()).add(RowAt(row, xid or 0))
         found += [
             replace(lane, discarded=frozenset(discarded.get(lane.name, ())))
             for lane in with_keys(logs, connection.execute(sql.WAITING, names))
         ]
         return sorted(found, key=attrgetter("name"))
 
-    def _check(self, connection: Connection) -> None:
+    def _check(
+        self, original: bool | None, cache: int, _standby: bool, filtered: bool, fsync: str, synchronous: str
+    ) -> None:
         """Refuse a database in which a cursor would mean something else than it meant when it was written."""
-        original, cache, standby, filtered, fsync, synchronous = connection.execute(sql.GUARDS).one()
-        if standby:
-            raise StoreError("this server is a standby: relays need the primary")
         if not original:
             raise StoreError(
                 "this database is a copy, from a dump or by replication, and its transactions have other numbers than "
@@ -207,7 +211,7 @@ def _look(
         "high": start.high,
         "limit": limit,
         "max_bytes": max_bytes,
-        "discarded": sorted(lane.discarded),
+        "discarded": sorted(row.id for row in lane.discarded),
     }
     if start.paging is not None:
         found = _found(connection, sql.PAGE, {**parameters, **_late(start.late), "done": start.done})
@@ -340,8 +344,8 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         skipped = tuple(row for row in passed if row not in sent)
         redo = tuple(sorted(sent.difference(passed)))
         natural = (*redo, *(row for row in passed if row in sent))
-    discarded = {row for row in lane.discarded if row <= to.high}
-    if discarded and to.paging is None:  # then they are behind us
+    discarded = {row for row in lane.discarded if to.covers(row)}
+    if discarded:  # then they are behind us
         lane = replace(lane, discarded=lane.discarded - discarded)
     if not items:
         return replace(lane, batch=lane.batch + 1, announced=None, tries=0, cursor=to), skipped
@@ -350,7 +354,7 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         to=str(to),
         start=None if window.start == reached else str(window.start),
         redo=redo,
-        skip=(*skipped, *sorted(discarded)),
+        skip=(*skipped, *sorted(row.id for row in discarded)),
     )
     announced = Announcement(
         first,

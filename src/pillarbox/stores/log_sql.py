@@ -429,7 +429,7 @@ WAITING = text(
 )
 DISCARDED = text(
     """
-    SELECT f.route, f.shard, f.row_id
+    SELECT f.route, f.shard, f.row_id, CAST(CAST(o.xid AS text) AS bigint)
     FROM pillarbox_failures f JOIN pillarbox_lanes p ON p.route = f.route AND p.shard = f.shard
     JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
       ON l.route = f.route AND l.shard = f.shard
@@ -450,7 +450,7 @@ GUARDS = text(
     SELECT {IS_ORIGINAL},
            (SELECT seqcache FROM pg_sequence
             WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
-           pg_is_in_recovery(), row_security_active('pillarbox_outbox'),
+           pg_is_in_recovery() AS standby, row_security_active('pillarbox_outbox'),
            current_setting('fsync'), current_setting('synchronous_commit')
     """  # noqa: S608  constants
 )

@@ -83,7 +83,7 @@ class MemoryLogStore(MemoryStore):
         start, snapshot = position(lane), self.snapshot()
         if snapshot.lies_below(start.paging or start.seen):
             raise LaneHaltedError(f"lane {lane} has seen more than there is: the database went back in time")
-        rows = [row for row in self._written(lane.name) if row.id not in lane.discarded]
+        rows = [row for row in self._written(lane.name) if row not in lane.discarded]
         window = look(start, rows, snapshot, limit)
         if start.paging is not None and not window.ids:
             window = look(Cursor(start.high, start.paging), rows, snapshot, limit)
@@ -109,7 +109,7 @@ class MemoryLogStore(MemoryStore):
         finally:
             kept.fresh = fresh
         dead = self._discarded(name)
-        rows = [row for row in self._written(name) if row.id not in dead]
+        rows = [row for row in self._written(name) if row not in dead]
         return waits or kept.cursor.paging is not None or bool(look(kept.cursor, rows, self.snapshot(), 1).ids)
 
     # -- progress ------------------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class MemoryLogStore(MemoryStore):
         lane, kept = super()._lane(name), self._lanes[name]
         return lane if kept.cursor is None else replace(lane, cursor=kept.cursor, discarded=self._discarded(name))
 
-    def _discarded(self, name: LaneName) -> frozenset[int]:
+    def _discarded(self, name: LaneName) -> frozenset[RowAt]:
         kept = self._lanes[name]
         return frozenset(
-            row
+            self._at(row)
             for row, it in self._rows.items()
             if it.lane == name and it.status is Status.DISCARDED and not kept.cursor.covers(self._at(row))
         )
