@@ -14,6 +14,10 @@ One transaction may bring a million late rows at once. Then they are dealt with 
 beside it the snapshot that it pages through, whose rows those are, and the last id that is done. Fresh rows wait until
 the last page.
 
+A tenant may have a *detour*: a cursor of its own in the same lane, which starts where the lane's cursor stood. From
+then on the lane passes over the tenant's rows, and the detour finds them: those that the lane's cursor covers and its
+own does not. It never looks with a snapshot of its own, so it is never ahead of what the lane has passed over.
+
 Nothing here touches a database: the store on PostgreSQL and the model in memory use the same code.
 """
 
@@ -117,6 +121,11 @@ class Cursor(msgspec.Struct, frozen=True):
         """The same place, in the middle of the late rows that a snapshot shows, of these transactions."""
         return Cursor(self.high, self.seen, snapshot, late, done)
 
+    def has_passed(self, other: Cursor) -> bool:
+        """Whether it is where the other one is, or further on, and neither is in the middle of late rows."""
+        at_rest = self.paging is None and other.paging is None
+        return at_rest and self.high >= other.high and not self.seen.lies_below(other.seen)
+
 
 class Window(msgspec.Struct, frozen=True):
     """What a look at a lane has found, and where the lane stands once a part of it is dealt with."""
@@ -130,6 +139,8 @@ class Window(msgspec.Struct, frozen=True):
     """The transactions of all late rows, here or not."""
     more: bool = False
     """Whether there are late rows that are not here."""
+    reach: int = 0
+    """Up to where there are no other fresh rows, if that is further than the last of these."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -141,7 +152,8 @@ class Window(msgspec.Struct, frozen=True):
         start, late = self.start, len(self.late)
         if count < late or self.more:
             return start.paged(self.snapshot, self.xids, self.late[count - 1] if count else start.done)
-        return Cursor(self.fresh[count - late - 1] if count > late else start.high, self.snapshot)
+        high = self.fresh[count - late - 1] if count > late else start.high
+        return Cursor(max(high, self.reach) if count == late + len(self.fresh) else high, self.snapshot)
 
     def dealt_with(self, ids: Collection[int]) -> Cursor:
         """Where the lane stands once these rows are dealt with. They must be the first ones: what the cursor has
@@ -154,9 +166,10 @@ class Window(msgspec.Struct, frozen=True):
         return self.start if rows and not count else self.after(count)
 
 
-def look(start: Cursor, rows: Iterable[RowAt], snapshot: Snapshot, limit: int) -> Window:
+def look(start: Cursor, rows: Iterable[RowAt], snapshot: Snapshot, limit: int, reach: int = 0) -> Window:
     """What a statement with this snapshot finds among the committed rows of a lane, which come in the order of their
-    ids. The store on PostgreSQL asks its indexes the same question.
+    ids. The store on PostgreSQL asks its indexes the same question. ``reach`` is the last row that it has looked at,
+    where some are not for this cursor.
     """
     visible = [row for row in rows if snapshot.shows(row.xid)]
     late = [row for row in visible if start.is_late(row)]
@@ -165,4 +178,7 @@ def look(start: Cursor, rows: Iterable[RowAt], snapshot: Snapshot, limit: int) -
     if start.paging is not None or len(late) > limit:
         return Window(start, start.paging or snapshot, late=ids, xids=xids, more=len(late) > limit)
     fresh = [row.id for row in visible if start.is_fresh(row)]
-    return Window(start, snapshot, late=ids, fresh=tuple(fresh[: limit - len(ids)]), xids=xids)
+    room = limit - len(ids)
+    return Window(
+        start, snapshot, late=ids, fresh=tuple(fresh[:room]), xids=xids, reach=reach if len(fresh) <= room else 0
+    )

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from . import clock
 from .errors import LaneHaltedError, LeaseLostError
+from .fairness import REST_SECONDS, Detours, Pace, Rates
 from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
 from .redaction import redacted
 from .report import Counts, Report
 from .retry import RetryPolicy
 from .suspicion import PROBES, Place, Suspicion
 from .telemetry import SILENT, Signals
-from .transport import Message, Outcome, Publisher, Verdict
+from .transport import Message, Outcome, Publisher, Verdict, contradiction
 
 logger = logging.getLogger("pillarbox")
 
@@ -43,23 +44,14 @@ _Item = tuple[int, Row]
 
 
 @dataclass(slots=True)
-class Pace:
-    """How much a lane does at a time, and what people allow it to do."""
-
-    batch: int = 500
-    max_bytes: int = 4_194_304
-    paused_tenants: frozenset[str] = frozenset()
-    rate: float | None = None
-    tenant_rates: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Plan:
     items: list[Row] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     """The items as they would be sent, if nothing is taken out of them."""
     failures: list[Failure] = field(default_factory=list)
     parked: list[int] = field(default_factory=list)
+    cut: bool = False
+    """Some of what was found may not go now."""
 
 
 class LaneWorker:
@@ -104,7 +96,8 @@ class LaneWorker:
         self._opened: set[str] = set()
         self._stored = False
         """Whether all that is announced is known to be at the destination."""
-        self._rates = _Rates()
+        self._rates = Rates()
+        self._detours = Detours(lane)
         self._alarm: asyncio.TimerHandle | None = None
 
     # -- what the relay tells us ---------------------------------------------------------------------------------------
@@ -140,6 +133,8 @@ class LaneWorker:
         if self.lane.announced is not None:
             await self._deliver(None)
         while not self._stopping.is_set():
+            if self._bell.is_set():
+                self._detours.revive()
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
             if not await self.turn() and not await self._hears_more():
                 await self._settle()
@@ -147,6 +142,7 @@ class LaneWorker:
                 self._changed()
                 await self._bell.wait()
                 self.idle = False
+                self._detours.revive()
         await self._settle()
 
     async def _hears_more(self) -> bool:
@@ -184,17 +180,45 @@ class LaneWorker:
             self.lane = await self._store.settle(self.lane)
 
     async def turn(self) -> bool:
-        """Read, announce, send. False if there is nothing more to do."""
+        """Read, announce, send: what the lane has, then what one of its detours has. False if there is nothing more to
+        do.
+        """
         if back := self._suspicion.to_give_back(self.lane):
             await self._give_back(back)
-        plan, page = await self._next_batch()
+        if rested := self._detours.rested(self.pace):
+            await self._settle()
+            self.lane = await self._store.join(self.lane, rested)
+            self._detours.joined(self.lane.detours or ())
+        more = await self._serve(None)
+        detour = self._detours.next(self._held)
+        if detour is not None and (self._stored or self.lane.announced is None):
+            more = await self._serve(detour) or more
+        return more or self._detours.next(self._held) is not None
+
+    async def _serve(self, detour: str | None) -> bool:
+        """One batch of the lane, or of a detour. False if there is nothing more in it for now."""
+        limit = self._limit if detour is None else self._detours.quantum(self._limit)
+        plan, page = await self._next_batch(limit, detour)
+        if detour is None and (tenants := self._to_part(page, limit)):
+            await self._part(tenants)
+            return True
         if self._publisher.capabilities.numbered and not await self._open({row.topic for row in plan.items}):
             return True
-        if not (plan.items or plan.failures or plan.parked or page.requests):
-            if self.lane.announced is None:
-                # Somebody thinks that there is something. See whether the lane is what we take it for.
-                self.lane = await self._store.amend(self.lane, ())
-            return False
+        found = bool(plan.items or plan.failures or plan.parked or page.requests or page.passed)
+        if found:
+            await self._carry_out(plan, page)
+        elif detour is None and self.lane.announced is None:
+            # Somebody thinks that there is something. See whether the lane is what we take it for.
+            self.lane = await self._store.amend(self.lane, ())
+        more = found and self._may_be_more(page, plan, limit)
+        if detour is not None:
+            self._detours.served(detour, more=more or page.passed, stuck=plan.cut)
+            self._ring_after(REST_SECONDS)
+        elif found and self.lane.detours:
+            self._detours.moved_on(self.lane.detours, company=bool(page.fresh))
+        return more
+
+    async def _carry_out(self, plan: _Plan, page: Page) -> None:
         batch = Batch(
             items=[row.id for row in plan.items],
             failures=plan.failures,
@@ -209,7 +233,23 @@ class LaneWorker:
         if plan.items:
             whole = len(plan.messages) == len(plan.items)
             await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if whole else None)
-        return self._may_be_more(page, plan)
+
+    def _to_part(self, page: Page, limit: int) -> set[str]:
+        """The tenants that must not go on in the lane, where it knows detours: those who are held back, as they would
+        hold up everybody, and one that floods it.
+        """
+        if self.lane.detours is None:
+            return set()
+        slow = {row.tenant for row in page.fresh if row.tenant is not None and row.tenant in self.pace.tenant_rates}
+        flood = self._detours.floods(page.fresh) if page.fresh and self._is_full(page, limit) else None
+        return {*page.held, *slow, *(() if flood is None else (flood,))}
+
+    async def _part(self, tenants: Collection[str]) -> None:
+        await self._settle()
+        self._check_lease()
+        self.lane = await self._store.part(self.lane, tenants)
+        self._detours.parted(sorted(tenants))
+        self._report.parted(tenants)
 
     async def _announce(self, batch: Batch) -> None:
         self._check_lease()
@@ -229,13 +269,15 @@ class LaneWorker:
     def _limit(self) -> int:
         return min(self.pace.batch, self._publisher.capabilities.max_messages)
 
-    async def _next_batch(self) -> tuple[_Plan, Page]:
+    @property
+    def _held(self) -> frozenset[str]:
+        """Tenants that may send nothing now."""
+        return self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates)
+
+    async def _next_batch(self, limit: int, detour: str | None) -> tuple[_Plan, Page]:
         self._check_lease()
         page = await self._store.poll(
-            self.lane,
-            limit=self._limit,
-            max_bytes=self.pace.max_bytes,
-            paused=self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates),
+            self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
         )
         plan = self._plan(page)
         planned = plan.items
@@ -245,28 +287,22 @@ class LaneWorker:
         plan.items, again = self._rates.within(plan.items, self.pace)
         if again is not None:
             self._ring_after(again)
-        if page.cursor is not None and len(plan.items) < len(planned):
+        plan.cut = len(plan.items) < len(planned)
+        if page.cursor is not None and plan.cut:
             self._leave_no_gap(plan, page)
         return plan, page
 
     def _leave_no_gap(self, plan: _Plan, page: Page) -> None:
-        """A page that comes once only: what stays behind must be the end of it. So rows of a tenant that has to wait
-        are parked, and before anything else that has to wait the batch ends.
+        """A page that comes once only: what stays behind must be the end of it, so the batch ends before anything that
+        has to wait.
         """
-        sent = {row.id for row in plan.items}
-        decided = sent | {failure.row for failure in plan.failures} | {*plan.parked}
-        slow = self.pace.tenant_rates
-        for row in page.fresh:
-            if row.id in decided:
-                continue
-            if row.tenant in slow:
-                plan.parked.append(row.id)
-                continue
-            behind = {later.id for later in (*page.fresh, *page.held) if later.id >= row.id}
+        decided = {row.id for row in plan.items} | {failure.row for failure in plan.failures} | {*plan.parked}
+        first = next((row.id for row in page.fresh if row.id not in decided), None)
+        if first is not None:
+            behind = {row.id for row in page.fresh if row.id >= first}
             plan.items = [item for item in plan.items if item.id not in behind]
             plan.failures = [failure for failure in plan.failures if failure.row not in behind]
             plan.parked = [parked for parked in plan.parked if parked not in behind]
-            return
 
     def _without_blocked(self, items: list[Row], place: Place) -> list[Row]:
         """Nothing goes to a topic that rejects everything, but for one row now and then; what is behind waits."""
@@ -291,24 +327,27 @@ class LaneWorker:
 
     def _ring_after(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        if self._alarm is None or self._alarm.when() <= loop.time():
+        now = loop.time()
+        if self._alarm is None or self._alarm.when() <= now:
+            self._alarm = loop.call_later(seconds, self._bell.set)
+        elif self._alarm.when() > now + seconds:
+            self._alarm.cancel()
             self._alarm = loop.call_later(seconds, self._bell.set)
 
-    def _may_be_more(self, page: Page, plan: _Plan) -> bool:
+    def _may_be_more(self, page: Page, plan: _Plan, limit: int) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
         rows.
         """
         if not (plan.items or plan.failures or plan.parked):
-            return bool(page.requests)
+            return bool(page.requests or page.passed)
+        return bool(self.lane.waiting or page.requests) or self._is_full(page, limit)
+
+    def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)
-        return (
-            bool(self.lane.waiting or page.requests)
-            or len(rows) >= self._limit
-            or sum(len(row.body) for row in rows) * 4 >= self.pace.max_bytes
-        )
+        return len(rows) >= limit or sum([len(row.body) for row in rows]) * 4 >= self.pace.max_bytes
 
     def _plan(self, page: Page) -> _Plan:
-        plan = _Plan(parked=[row.id for row in page.held])
+        plan = _Plan()
         stopped: set[Key] = set()
         for row in page.redo:
             if row.order_key not in stopped:
@@ -611,71 +650,6 @@ class LaneWorker:
                 yield
         finally:
             self._timeout = None
-
-
-class _Rates:
-    """How much may go now, where people have set a rate: up to one second's worth at once."""
-
-    def __init__(self) -> None:
-        self._levels: dict[str | None, tuple[float, float]] = {}
-
-    def exhausted(self, rates: Mapping[str, float]) -> frozenset[str]:
-        """Tenants that have to wait."""
-        return frozenset(tenant for tenant, rate in rates.items() if self._available(tenant, rate) < 1)
-
-    def within(self, rows: list[Row], pace: Pace) -> tuple[list[Row], float | None]:
-        """The rows that may go, in order, and after how many seconds to look again."""
-        if pace.rate is None and not pace.tenant_rates:
-            return rows, None
-        rates: dict[str | None, float] = dict(pace.tenant_rates.items())
-        if pace.rate is not None:
-            rates[None] = pace.rate
-        room = {name: int(self._available(name, rate)) for name, rate in rates.items()}
-        kept = []
-        for row in rows:
-            spent = [name for name in dict.fromkeys((None, row.tenant)) if name in room]
-            if all(room[name] > 0 for name in spent):
-                kept.append(row)
-                for name in spent:
-                    room[name] -= 1
-                    level, seen = self._levels[name]
-                    self._levels[name] = level - 1, seen
-        waits = [1.0 / rate for name, rate in rates.items() if room[name] < 1]
-        return kept, min(*waits, 60.0) if waits else None
-
-    def _available(self, name: str | None, rate: float) -> float:
-        now = clock.current().monotonic()
-        level, seen = self._levels.get(name, (1.0, now))
-        level = min(max(rate, 1.0), level + rate * (now - seen))
-        self._levels[name] = level, now
-        return level
-
-
-def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
-    """What is wrong with an answer, so that nothing of it may be believed."""
-    if not isinstance(outcome, Outcome):
-        return f"send returned {type(outcome).__name__}, not an Outcome"
-    accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
-    if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
-        return "it names a message twice"
-    if not accepted | rejected <= {*range(len(messages))}:
-        return f"it names a message that is none of the {len(messages)}"
-    if accepted & rejected:
-        return "it accepts and rejects the same message"
-    if not (accepted or rejected or outcome.unfinished):
-        return "it says nothing about any message"
-    return None if len(accepted) == len(messages) else _gap(messages, accepted)
-
-
-def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:
-    missing: set[tuple[str | None, str]] = set()
-    for index, message in enumerate(messages):
-        key = message.headers.get("tenant_id"), message.key
-        if index not in accepted:
-            missing.add(key)
-        elif key in missing:
-            return f"it accepts message {index}, and not one of the same key before it"
-    return None
 
 
 def _unknown(error: BaseException) -> Outcome:

@@ -128,6 +128,13 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         return Key(self.tenant, self.key)
 
 
+class Ahead(NamedTuple):
+    """A row that a cursor has not come to, and whose it is."""
+
+    at: RowAt
+    tenant: str | None
+
+
 class Announcement(msgspec.Struct, frozen=True):
     """All that the order and the numbers of a batch depend on. Stored before its first message leaves."""
 
@@ -161,7 +168,9 @@ class Lane(msgspec.Struct, frozen=True):
     """Keys that have a failed or parked delivery: their new rows go behind it."""
     cursor: Any = None
     """How far the lane has come, where that is not kept with each row. Only the store understands it."""
-    discarded: frozenset[RowAt] = frozenset()
+    detours: Mapping[str, Any] | None = None
+    """The tenants that the lane passes over, and how far each of them has come; None if the store knows no detours."""
+    discarded: frozenset[Ahead] = frozenset()
     """Rows ahead of the cursor that are never to be sent."""
 
     @property
@@ -180,8 +189,11 @@ class Page(msgspec.Struct, frozen=True):
     """Failed rows that are due, per key a prefix in id order."""
     fresh: tuple[Row, ...]
     """Rows that were never tried, in id order."""
-    held: tuple[Row, ...] = ()
-    """Rows of paused tenants that the next page will not show again: they must be parked."""
+    held: frozenset[str] = frozenset()
+    """Paused tenants whose rows come next, and cannot be left out: they need a detour, and the page has no fresh rows
+    until they have one."""
+    passed: bool = False
+    """Rows that belong to a detour were passed over: the lane moves on, if only for that."""
     requests: tuple[int, ...] = ()
     """What people have asked for and can be done now: the next announcement does it."""
     cursor: Any = None
@@ -307,13 +319,34 @@ class OutboxStore(Protocol):
         """
         ...
 
-    async def poll(self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, paused: Collection[str] = ()) -> Page:
+    async def poll(
+        self,
+        lane: Lane,
+        *,
+        limit: int,
+        max_bytes: int = 4_194_304,
+        paused: Collection[str] = (),
+        detour: str | None = None,
+    ) -> Page:
         """Read what comes next: at most ``limit`` fresh rows and as many to redo, each of them within ``max_bytes`` of
         bodies, though never less than one. Changes nothing; asking twice gives the same.
 
         Rows of an announced batch, and of paused tenants, are not in it. A request that names a row of an announced
-        batch waits. A row that commits late with a low id is still
-        found. Within a key rows come in the order of their ids.
+        batch waits. A row that commits late with a low id is still found. Within a key rows come in the order of their
+        ids. Fresh rows of tenants on a detour are left out; with ``detour`` they are only those of that tenant, as far
+        as the lane has passed over them.
+        """
+        ...
+
+    async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        """Give tenants a detour, fenced: from here on the lane passes over their rows, and does not wait for them.
+        There must be nothing announced.
+        """
+        ...
+
+    async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        """End the detours of those tenants that have come as far as the lane, fenced. There must be nothing
+        announced.
         """
         ...
 

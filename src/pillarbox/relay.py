@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from . import clock, telemetry
 from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
-from .lane import BREAKER, LaneWorker, Pace
+from .fairness import Pace
+from .lane import BREAKER, LaneWorker
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore
 from .redaction import redacted
 from .report import Counts

@@ -165,6 +165,12 @@ class Report:
             extra=self._of_lane(telemetry.LOG_NONSENSE, reason=what),
         )
 
+    def parted(self, tenants: Collection[str]) -> None:
+        """These tenants are served beside the others from now on."""
+        for tenant in sorted(tenants):
+            extra = self._of_lane(telemetry.LOG_DETOUR, tenant=tenant)
+            logger.info("%s: tenant %s takes a detour", self._lane, tenant, extra=extra)
+
     def lease_lost(self) -> None:
         """The lane is not ours any more."""
         if self._signals:

@@ -52,7 +52,7 @@ class LogEvent:
     """A line of the log, with the fields that it has beside its text."""
 
     name: str
-    level: Literal["warning", "error"]
+    level: Literal["info", "warning", "error"]
     help: str
     fields: tuple[str, ...]
 
@@ -258,11 +258,15 @@ LOG_UNREACHABLE = LogEvent(
     "outbox.unreachable", "warning", "The relay cannot see to its leases. Once per outage.", ("relay", "reason")
 )
 LOG_REACHABLE = LogEvent("outbox.reachable", "warning", "It can again.", ("relay",))
+LOG_DETOUR = LogEvent(
+    "tenant.detour", "info", "A tenant floods a lane, or is held back: the others pass it.", (*_LANE, "tenant")
+)
 LOG_SLOW = LogEvent("unit_of_work.slow", "warning", "A unit of work stays open for long.", ("tenant",))
 
 LOG_EVENTS = (
     *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
-    *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE, LOG_SLOW),
+    *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
+    *(LOG_DETOUR, LOG_SLOW),
 )
 _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))
 

@@ -157,3 +157,30 @@ class Subscriber(Protocol):
     async def subscribe(self, topics: Sequence[str], group: str) -> Subscription:
         """Join a group: each message goes to one member of each group. A group keeps its place between lives."""
         ...
+
+
+def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
+    """What is wrong with an answer, so that nothing of it may be believed."""
+    if not isinstance(outcome, Outcome):
+        return f"send returned {type(outcome).__name__}, not an Outcome"
+    accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
+    if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
+        return "it names a message twice"
+    if not accepted | rejected <= {*range(len(messages))}:
+        return f"it names a message that is none of the {len(messages)}"
+    if accepted & rejected:
+        return "it accepts and rejects the same message"
+    if not (accepted or rejected or outcome.unfinished):
+        return "it says nothing about any message"
+    return None if len(accepted) == len(messages) else _gap(messages, accepted)
+
+
+def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:
+    missing: set[tuple[str | None, str]] = set()
+    for index, message in enumerate(messages):
+        key = message.headers.get("tenant_id"), message.key
+        if index not in accepted:
+            missing.add(key)
+        elif key in missing:
+            return f"it accepts message {index}, and not one of the same key before it"
+    return None

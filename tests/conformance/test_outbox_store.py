@@ -20,6 +20,7 @@ from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
+from pillarbox.testing.conformance.detours import DetourContract
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, OutboxStoreContract, World, delivery
 from tests.servers import DATABASES, Database, Server, Servers
 
@@ -122,7 +123,7 @@ class TestMemoryStore(OutboxStoreContract):
         return MemoryWorld(MemoryStore())
 
 
-class TestMemoryLogStore(OutboxStoreContract):
+class TestMemoryLogStore(DetourContract):
     @pytest.fixture
     def world(self) -> World:
         return MemoryWorld(MemoryLogStore())
@@ -259,7 +260,7 @@ class TestQueueStore(DatabaseStoreContract):
         return str(request.param)
 
 
-class TestLogStore(DatabaseStoreContract):
+class TestLogStore(DetourContract, DatabaseStoreContract):
     kind = LogStore
     name = "log"
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from sqlalchemy.orm import Session
 
 from pillarbox import cursor as cursors
+from pillarbox import fairness
 from pillarbox import lane as lanes
 from pillarbox import relay as relays
 from pillarbox.bus import Bus
@@ -503,8 +504,8 @@ def _seen_is_newer_than_the_look(patch: pytest.MonkeyPatch) -> None:
     """As if the snapshot were taken by a statement of its own, before which others have committed."""
     look = cursors.look
 
-    def looked(start: Cursor, rows: Any, snapshot: Snapshot, limit: int) -> Window:
-        window = look(start, rows, snapshot, limit)
+    def looked(start: Cursor, rows: Any, snapshot: Snapshot, limit: int, reach: int = 0) -> Window:
+        window = look(start, rows, snapshot, limit, reach)
         everybody = Snapshot(snapshot.xmax + 2, snapshot.xmax + 2)
         return window if window.start.paging else replace(window, snapshot=everybody)
 
@@ -520,6 +521,40 @@ def _rows_by_transaction(patch: pytest.MonkeyPatch) -> None:
 @mutant("I9", log=True)
 def _the_cursor_passes_what_was_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Window, "dealt_with", lambda self, _ids: self.after(len(self.ids)))
+
+
+# -- detours -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("I9", log=True)
+def _a_detour_ends_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryLogStore, "_arrived", lambda _self, _lane, _detour: True)
+    patch.setattr(fairness, "REST_SECONDS", 0.0)
+
+
+@mutant("I", log=True)
+def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """It goes ahead of its lane, which sends the same rows again once the detour is over."""
+    look = MemoryLogStore._look
+
+    def looked(self: MemoryLogStore, lane: Any, start: Cursor, detour: str | None, *room: int) -> Any:
+        if detour is not None and lane.announced is None:
+            lane = replace(lane, cursor=Cursor(10**9, self.snapshot()))
+        return look(self, lane, start, detour, *room)
+
+    patch.setattr(MemoryLogStore, "_look", looked)
+    patch.setattr(Cursor, "has_passed", lambda _self, _other: True)
+
+
+@mutant("I", log=True)
+def _the_lane_sends_what_goes_by_a_detour(patch: pytest.MonkeyPatch) -> None:
+    detour_of = memory_log.detour_of
+    patch.setattr(memory_log, "detour_of", lambda lane, tenant: detour_of(lane, tenant) and None)
+
+
+@mutant("I9", log=True)
+def _what_was_passed_over_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fairness.Detours, "moved_on", lambda _self, _detours, **_: None)
 
 
 if __name__ == "__main__":

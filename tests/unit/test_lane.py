@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from pillarbox import clock
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
-from pillarbox.lane import LARGE, Pace, _message
+from pillarbox.fairness import Pace
+from pillarbox.lane import LARGE, _message
 from pillarbox.outbox import Batch, FailurePolicy, Key, Lane, Page, Status
 from pillarbox.transport import Capabilities, Outcome, Rejection, Verdict
 from tests.relays import World, freeze, in_virtual_time, running, until

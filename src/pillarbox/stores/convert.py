@@ -38,7 +38,7 @@ from ..cursor import Cursor, Snapshot
 from ..errors import BatchMismatchError, StoreError
 from ..outbox import Announcement, Lane, LaneName, Row
 from . import log_sql
-from .announced import Contents, contents_of
+from .announced import Contents, contents_of, decode_detours
 from .append import route_record
 from .columns import from_now
 from .leases import stored
@@ -380,6 +380,7 @@ def _lane(row: Mapping[Any, Any]) -> Lane:
         tries=row[lanes.c.tries],
         waiting=frozenset(),
         cursor=None if cursor is None else Cursor.parse(cursor),
+        detours=None if cursor is None else decode_detours(row[lanes.c.detours]),
     )
 
 
@@ -391,6 +392,7 @@ def _changed(lane: Lane, to: Store, announced: Announcement | None) -> Any:
         .where(lanes.c.route == lane.route.id, lanes.c.shard == lane.shard)
         .values(
             cursor=str(Cursor()) if to is Store.LOG else None,
+            detours=None,
             epoch=lanes.c.epoch + 1,
             **nobody,
             **stored(announced),
@@ -483,25 +485,25 @@ _REDONE = """
 _MARK = text(
     f"""
     WITH lane AS MATERIALIZED (
-        SELECT l.cursor, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high
+        SELECT l.cursor, l.detours, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high
         FROM pillarbox_lanes l WHERE l.route = :route AND l.shard = :shard
     ), page AS MATERIALIZED (
-        SELECT o.id, o.xid, o.ctid AS place FROM pillarbox_outbox o
+        SELECT o.id, o.xid, o.tenant, o.ctid AS place FROM pillarbox_outbox o
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT'
           AND o.id > :after AND o.id <= (SELECT high FROM lane)
         ORDER BY o.id LIMIT :limit
     ), redone AS MATERIALIZED ({_REDONE}), passed AS MATERIALIZED (
-        SELECT page.place, coalesce(redone.batch, j.batch) AS batch,
+        SELECT o.place, coalesce(redone.batch, j.batch) AS batch,
                coalesce(redone.settled_at, j.settled_at, clock_timestamp()) AS sent_at
-        FROM page CROSS JOIN lane LEFT JOIN redone ON redone.id = page.id
+        FROM page o CROSS JOIN lane l LEFT JOIN redone ON redone.id = o.id
         LEFT JOIN LATERAL (
             SELECT j.batch, j.settled_at FROM pillarbox_journal j
-            WHERE j.route = :route AND j.shard = :shard AND j.high >= page.id
-              AND pillarbox_covered(j.cursor, page.id, page.xid)
+            WHERE j.route = :route AND j.shard = :shard AND j.high >= o.id
+              AND pillarbox_covered(j.cursor, o.id, o.xid) AND {log_sql.TELLS_ABOUT}
             ORDER BY j.high, j.batch LIMIT 1
         ) j ON true
-        WHERE pillarbox_covered(lane.cursor, page.id, page.xid) AND NOT EXISTS (
-            SELECT FROM pillarbox_failures f WHERE f.route = :route AND f.shard = :shard AND f.row_id = page.id
+        WHERE pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid) AND NOT EXISTS (
+            SELECT FROM pillarbox_failures f WHERE f.route = :route AND f.shard = :shard AND f.row_id = o.id
         )
     ), marked AS (
         UPDATE pillarbox_outbox o SET status = 'SENT', sent_at = passed.sent_at, batch = passed.batch

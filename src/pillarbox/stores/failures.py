@@ -19,9 +19,9 @@ from sqlalchemy import Connection, delete, select
 
 from ..cursor import RowAt
 from ..errors import StoreError
-from ..outbox import Failure, FailurePolicy, Key, Lane, Row, Status
+from ..outbox import Ahead, Failure, FailurePolicy, Key, Lane, Row, Status
 from . import log_sql as sql
-from .announced import contents_of, position
+from .announced import contents_of, detour_of, position
 from .tables import requests
 
 _WAITING = frozenset({Status.RETRYING, Status.PARKED, Status.FAILED})
@@ -34,6 +34,11 @@ class Known(msgspec.Struct, frozen=True):
 
     at: RowAt
     key: Key
+
+    @property
+    def ahead(self) -> Ahead:
+        """The row, and whose it is."""
+        return Ahead(self.at, self.key.tenant)
 
 
 class _Failed(msgspec.Struct, frozen=True):
@@ -181,7 +186,7 @@ class Failures:
         asked = [
             request
             for request in found
-            if not (sending and request.row_id in known and sending.holds(known[request.row_id].at, following))
+            if not (sending and request.row_id in known and sending.holds(known[request.row_id].ahead, following))
         ]
         for action, run in groupby(asked, key=attrgetter("action")):
             if action == "edit":
@@ -199,15 +204,18 @@ class Failures:
         return following
 
     def _discard(self, lane: Lane, rows: Sequence[int]) -> Lane:
-        before, reached = self._failed(rows), position(lane)
-        ahead = {row for row in rows if row not in before and not reached.covers(self._known[row].at)}
+        before = self._failed(rows)
+        ahead = {row for row in rows if row not in before and not self._is_passed(lane, self._known[row])}
         attempts = dict.fromkeys(ahead, 0) | {
             row: failed.attempts for row, failed in before.items() if failed.status in _WAITING
         }
         self._write(
             [(row, *self._known[row].key, Status.DISCARDED, count, None, None) for row, count in attempts.items()]
         )
-        return replace(lane, discarded=lane.discarded | {self._known[row].at for row in ahead})
+        return replace(lane, discarded=lane.discarded | {self._known[row].ahead for row in ahead})
+
+    def _is_passed(self, lane: Lane, row: Known) -> bool:
+        return position(lane, detour_of(lane, row.key.tenant)).covers(row.at)
 
     def _edit(self, row: int, event_id: UUID | None, body: bytes | None) -> None:
         failed = self._failed([row]).get(row)

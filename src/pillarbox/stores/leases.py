@@ -38,6 +38,7 @@ from sqlalchemy.util import greenlet_spawn
 from ..cursor import Cursor
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, Key, Lane, LaneName, Status, Trouble
+from .announced import decode_detours
 from .append import explained, route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
@@ -313,6 +314,7 @@ def _lane(row: Mapping[Any, Any]) -> Lane:
         tries=row[lanes.c.tries],
         waiting=frozenset(),
         cursor=None if row[lanes.c.cursor] is None else Cursor.parse(row[lanes.c.cursor]),
+        detours=None if row[lanes.c.cursor] is None else decode_detours(row[lanes.c.detours]),
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -26,16 +26,21 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..cursor import Cursor, RowAt, Snapshot, Window
 from ..errors import BatchMismatchError, LaneHaltedError, StoreError
-from ..outbox import Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, digest
+from ..outbox import Ahead, Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
-from .announced import Contents, contents_of, position
+from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
 from .failures import Failures, decode_headers, place, row_of
 from .leases import fenced, lease_lost, stored, with_keys
 from .queue import QueueStore
 
 logger = logging.getLogger("pillarbox")
 
-_LOOK, _REQUEST = 2, 3
+_LOOK, _REQUEST, _REACHED = 2, 3, 4
+
+SCAN = 20_000
+"""How many rows a look goes through at most, where some of them are not for it."""
+_WORTH_A_WRITE = 1_000
+"""A detour that finds nothing moves on when this many rows, or more, lay between."""
 
 
 class LogStore(QueueStore):
@@ -69,9 +74,9 @@ class LogStore(QueueStore):
         if not logs:
             return found
         names = {"routes": [lane.route.id for lane in logs], "shards": [lane.shard for lane in logs]}
-        discarded: dict[LaneName, set[RowAt]] = {}
-        for route, shard, row, xid in connection.execute(sql.DISCARDED, names):
-            discarded.setdefault(LaneName(route, shard), set()).add(RowAt(row, xid or 0))
+        discarded: dict[LaneName, set[Ahead]] = {}
+        for route, shard, row, xid, tenant in connection.execute(sql.DISCARDED, names):
+            discarded.setdefault(LaneName(route, shard), set()).add(Ahead(RowAt(row, xid or 0), tenant))
         found += [
             replace(lane, discarded=frozenset(discarded.get(lane.name, ())))
             for lane in with_keys(logs, connection.execute(sql.WAITING, names))
@@ -107,10 +112,29 @@ class LogStore(QueueStore):
         queues = await super().ready(routes, relay=relay)
         return queues | await self.each_alone(_ready, sorted(routes), relay)
 
-    async def poll(self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, paused: Collection[str] = ()) -> Page:
+    async def poll(
+        self,
+        lane: Lane,
+        *,
+        limit: int,
+        max_bytes: int = 4_194_304,
+        paused: Collection[str] = (),
+        detour: str | None = None,
+    ) -> Page:
         if lane.cursor is None:
-            return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused)
-        return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))
+            return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
+        return await self.each_alone(_poll, lane, _Room(limit, max_bytes), sorted(paused), detour)
+
+    async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        if lane.cursor is None:
+            return await super().part(lane, tenants)
+        parted = {**(lane.detours or {}), **{it: lane.cursor for it in tenants if it not in (lane.detours or ())}}
+        return await self.all_or_nothing(_divide, lane, parted)
+
+    async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        if lane.cursor is None:
+            return await super().join(lane, tenants)
+        return await self.all_or_nothing(_join, lane, tenants)
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if lane.cursor is None:
@@ -146,11 +170,11 @@ class LogStore(QueueStore):
             return await super().settle(lane)
         if lane.announced is None:
             raise StoreError("there is no announced batch to settle")
-        settled = replace(lane, announced=None, tries=0, cursor=position(lane))
+        following = settled(lane)
         if not lane.waiting:
-            await self.each_alone(_write_at_once, lane, settled)
-            return settled
-        return await self.all_or_nothing(_settle, lane, settled)
+            await self.each_alone(_write_at_once, lane, following)
+            return following
+        return await self.all_or_nothing(_settle, lane, following)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
         if lane.cursor is None:
@@ -177,66 +201,121 @@ class Look(msgspec.Struct, frozen=True):
     window: Window
     server: str
     """Where we looked. After a failover others may use the numbers that we have seen."""
+    detour: str | None = None
+    """Whose rows they are, if it was a detour."""
 
 
-def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str]) -> Page:
-    start = position(lane)
-    look, rows, asked = _look(connection, lane, start, limit, max_bytes)
-    if start.paging is not None and not rows:  # what was left of the late rows has been discarded
-        look, rows, asked = _look(connection, lane, Cursor(start.high, start.paging), limit, max_bytes)
-    held: list[Row] = []
-    if paused:
-        held = [row for row in rows if row.tenant in paused]
-        rows = [row for row in rows if row.tenant not in paused]
+class _Room(NamedTuple):
+    """How much a page may hold."""
+
+    limit: int
+    max_bytes: int
+
+
+class _Found(msgspec.Struct, frozen=True):
+    look: Look
+    rows: list[Row]
+    asked: dict[int, int]
+    """People's requests, each with the row that it is about."""
+    passed: bool
+    """Whether the cursor should move, even if there is nothing to send."""
+
+
+def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
     failures = Failures(connection, lane)
+    redo = tuple(failures.redo(*room, paused)) if lane.waiting else ()
+    if detour is not None and not _may_find(lane, detour):
+        return Page(redo=redo, fresh=())
+    found = _look(connection, lane, detour, room)
+    held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
+    asked = found.asked
     if asked and (contents := contents_of(lane)) is not None:
         known = failures.know(asked.values())
-        asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].at, lane)}
+        asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
+    if held:
+        return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
     return Page(
-        redo=tuple(failures.redo(limit, max_bytes, paused)) if lane.waiting else (),
-        fresh=tuple(rows),
-        held=tuple(held),
-        requests=tuple(sorted(asked)),
-        cursor=look,
+        redo=redo, fresh=tuple(found.rows), passed=found.passed, requests=tuple(sorted(asked)), cursor=found.look
     )
 
 
-def _look(
-    connection: Connection, lane: Lane, start: Cursor, limit: int, max_bytes: int
-) -> tuple[Look, list[Row], dict[int, int]]:
-    """What comes next, with its rows; and people's requests, each with the row that it is about."""
+def _may_find(lane: Lane, detour: str) -> bool:
+    """Whether the lane has passed over anything since the detour was last looked at. In the middle of late rows either
+    may be the one that knows more.
+    """
+    start, main = position(lane, detour), position(lane)
+    return start.paging is not None or (
+        start != main and main.high >= start.high and not main.seen.lies_below(start.seen)
+    )
+
+
+def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
+    """What comes next, and with it the rows."""
+    start = position(lane, detour)
+    found = _look_from(start, connection, lane, detour, room)
+    if start.paging is None or found.rows:
+        return found
+    # What was left of the late rows has been discarded, or goes by a detour.
+    found = _look_from(Cursor(start.high, start.paging), connection, lane, detour, room)
+    return replace(found, passed=True)
+
+
+def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
+    limit = room.limit
     parameters = {
         "route": lane.route.id,
         "shard": lane.shard,
         "high": start.high,
         "limit": limit,
-        "max_bytes": max_bytes,
-        "discarded": sorted(row.id for row in lane.discarded),
+        "max_bytes": room.max_bytes,
+        "discarded": sorted(row.at.id for row in lane.discarded),
     }
+    poll, page = sql.POLL, sql.PAGE
+    main: Cursor | None = None
+    if lane.detours:
+        poll, page = sql.DIVIDED_POLL, sql.DIVIDED_PAGE
+        parameters |= _side(lane, detour) | {"snapshot": None, "up_to": None, "scan": SCAN}
+        if detour is not None:
+            main = position(lane)
+            parameters |= {"snapshot": str(main.seen), "up_to": main.high}
+    window = _Looked(start, limit, detour)
     if start.paging is not None:
-        found = _found(connection, sql.PAGE, {**parameters, **_late(start.late), "done": start.done})
-        _looked(found, start)
-        return _window(found, start, start.paging, start.late, limit)
+        found = _found(connection, page, {**parameters, **_late(start.late), "done": start.done})
+        window.check(found)
+        return window.of(found, start.paging, start.late)
     seen = start.seen
     before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
-    found = sql.GLANCES[bool(seen.running)].fetch(connection, {**parameters, **before})
-    late, snapshot, _ = _looked(found, start)
-    if late is None and not _lacks_bodies(found):
-        return _window(found, start, snapshot, (), limit)
-    found = _found(connection, sql.POLL, {**parameters, **before})
-    count, snapshot, xids = _looked(found, start)
+    passed = False
+    if not lane.detours:
+        glance = sql.GLANCES[bool(seen.running)].fetch(connection, {**parameters, **before})
+        late, snapshot, _ = window.check(glance)
+        if late is None and not _lacks_bodies(glance):
+            return window.of(glance, snapshot)
+        passed = late is not None  # if all of them were discarded
+    found = _found(connection, poll, {**parameters, **before})
+    count, snapshot, xids = window.check(found)
+    if main is not None:
+        snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
     if count <= limit:
-        return _window(found, start, snapshot, xids, limit)
+        return window.of(found, snapshot, xids, passed=passed)
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
     more = connection.execute(sql.LATE_XIDS, {**parameters, **before, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in seen.running if snapshot.shows(xid))}))
-    found = _found(connection, sql.PAGE, {**parameters, **_late(xids), "done": 0})
-    return _window(found, start, snapshot, xids, limit)
+    found = _found(connection, page, {**parameters, **_late(xids), "done": 0})
+    return window.of(found, snapshot, xids)
+
+
+def _side(lane: Lane, detour: str | None) -> dict[str, Any]:
+    """Which tenants a statement is about."""
+    return {"detour": detour, "passed_over": [] if detour is not None else sorted(lane.detours or ())}
 
 
 def _found(connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
     found = looks.light.fetch(connection, parameters)
-    return looks.sized.fetch(connection, parameters) if _lacks_bodies(found) else found
+    if not _lacks_bodies(found):
+        return found
+    # It may leave out rows that were too much, so how far it has looked says nothing.
+    return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
 
 
 def _lacks_bodies(found: Sequence[Any]) -> bool:
@@ -247,47 +326,62 @@ def _late(xids: Iterable[int]) -> dict[str, list[str]]:
     return {"late": [str(xid) for xid in xids]}
 
 
-def _looked(found: Sequence[Any], start: Cursor) -> tuple[Any, Snapshot, tuple[int, ...]]:
-    """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
-    _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
-    if refused == "standby":
-        raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
-    if refused == "filtered":
-        raise StoreError(_FILTERED)
-    snapshot = Snapshot.parse(told)
-    if snapshot.lies_below(start.paging or start.seen):
-        raise LaneHaltedError(
-            f"the lane has seen snapshot {start.paging or start.seen}, and the database is at {snapshot}: "
-            "it went back in time, or is another one"
+class _Looked(msgspec.Struct, frozen=True):
+    """Makes sense of what a look has brought."""
+
+    start: Cursor
+    limit: int
+    detour: str | None
+
+    def check(self, found: Sequence[Any]) -> tuple[Any, Snapshot, tuple[int, ...]]:
+        """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
+        _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
+        if refused == "standby":
+            raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
+        if refused == "filtered":
+            raise StoreError(_FILTERED)
+        snapshot, before = Snapshot.parse(told), self.start.paging or self.start.seen
+        if snapshot.lies_below(before):
+            raise LaneHaltedError(
+                f"the lane has seen snapshot {before}, and the database is at {snapshot}: "
+                "it went back in time, or is another one"
+            )
+        return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
+
+    def of(
+        self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = (), *, passed: bool = False
+    ) -> _Found:
+        """What was found, as far as a batch takes it."""
+        rows = [
+            Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
+            for part, row_id, event_id, topic, key, tenant, headers, body in found
+            if part < _LOOK
+        ]
+        rows.sort(key=attrgetter("id"))
+        cut = len(rows) > self.limit
+        del rows[self.limit :]
+        count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
+        late = min(count, sum(values[0] == 0 for values in found), self.limit)
+        more = late < count
+        if more:  # none of the fresh ones before the last late one
+            del rows[late:]
+        reach, passed_late = next(((it[1] or 0, it[4]) for it in found if it[0] == _REACHED), (0, None))
+        window = Window(
+            self.start,
+            snapshot,
+            late=tuple(row.id for row in rows[:late]),
+            fresh=tuple(row.id for row in rows[late:]),
+            xids=xids,
+            more=more,
+            reach=0 if cut or more else reach,
         )
-    return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
-
-
-def _window(
-    found: Sequence[Any], start: Cursor, snapshot: Snapshot, xids: tuple[int, ...], limit: int
-) -> tuple[Look, list[Row], dict[int, int]]:
-    """What was found, as far as a batch takes it."""
-    rows = [
-        Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
-        for part, row_id, event_id, topic, key, tenant, headers, body in found
-        if part < _LOOK
-    ]
-    rows.sort(key=attrgetter("id"))
-    del rows[limit:]
-    count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
-    late = min(count, sum(values[0] == 0 for values in found), limit)
-    more = late < count
-    if more:  # none of the fresh ones before the last late one
-        del rows[late:]
-    window = Window(
-        start,
-        snapshot,
-        late=tuple(row.id for row in rows[:late]),
-        fresh=tuple(row.id for row in rows[late:]),
-        xids=xids,
-        more=more,
-    )
-    return Look(window, server), rows, {values[1]: int(values[4]) for values in found if values[0] == _REQUEST}
+        step = 1 if self.detour is None else _WORTH_A_WRITE
+        return _Found(
+            Look(window, server, self.detour),
+            rows,
+            {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
+            passed or passed_late is not None or reach >= self.start.high + step,
+        )
 
 
 def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
@@ -297,6 +391,7 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     start, end = contents.ends(lane)
     parameters = {
         **place(lane),
+        **_side(lane, contents.detour),
         "xmax": str(start.seen.xmax),
         "running": [str(xid) for xid in start.seen.running],
         "snapshot": str(end.paging or end.seen),
@@ -329,8 +424,9 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
 
 def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     """The lane once the batch is announced, and the rows that its cursor passes without sending them."""
-    reached, items = position(lane), tuple(batch.items)
     look: Look | None = batch.cursor
+    detour = None if look is None else look.detour
+    reached, items = position(lane, detour), tuple(batch.items)
     window = Window(reached, reached.seen) if look is None else look.window
     redo: tuple[int, ...] = ()
     natural, skipped = window.ids, redo
@@ -344,17 +440,19 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         skipped = tuple(row for row in passed if row not in sent)
         redo = tuple(sorted(sent.difference(passed)))
         natural = (*redo, *(row for row in passed if row in sent))
-    discarded = {row for row in lane.discarded if to.covers(row)}
+    discarded = {row for row in lane.discarded if detour_of(lane, row.tenant) == detour and to.covers(row.at)}
+    following = replace(settled(lane), batch=lane.batch + 1, tries=0)
     if discarded:  # then they are behind us
-        lane = replace(lane, discarded=lane.discarded - discarded)
+        following = replace(following, discarded=lane.discarded - discarded)
     if not items:
-        return replace(lane, batch=lane.batch + 1, announced=None, tries=0, cursor=to), skipped
+        return moved(following, detour, to), skipped
     first = lane.next_number
     contents = Contents(
         to=str(to),
         start=None if window.start == reached else str(window.start),
+        detour=detour,
         redo=redo,
-        skip=(*skipped, *sorted(row.id for row in discarded)),
+        skip=(*skipped, *sorted(row.at.id for row in discarded)),
     )
     announced = Announcement(
         first,
@@ -363,15 +461,7 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         () if items == natural else items,
         {**batch.details, **msgspec.to_builtins(contents)},
     )
-    following = replace(
-        lane,
-        batch=lane.batch + 1,
-        next_number=first + len(items),
-        announced=announced,
-        tries=0,
-        cursor=reached,
-    )
-    return following, skipped
+    return replace(following, next_number=first + len(items), announced=announced), skipped
 
 
 def _write_at_once(
@@ -386,6 +476,7 @@ def _write_at_once(
         "was_announced": stored(lane.announced)["announced"],
         "announced": stored(following.announced)["announced"],
         "cursor": str(following.cursor),
+        "detours": encode_detours(following.detours),
         "epoch": lane.epoch,
         "token": str(lane.token),
         "next_batch": following.batch,
@@ -399,12 +490,12 @@ def _write_at_once(
         raise lease_lost(lane)
 
 
-def _entry(lane: Lane, skipped: Sequence[int] = ()) -> dict[str, Any]:
+def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -> dict[str, Any]:
     """What the journal says about the lane's batch."""
     entry: dict[str, Any] = {"route": lane.route.id, "shard": lane.shard, "batch": lane.batch}
     contents = contents_of(lane)
     if lane.announced is None or contents is None:
-        cursor = lane.cursor
+        cursor = settled_at(lane, detour)
         return entry | {
             "settled": str(cursor),
             "settled_high": cursor.high,
@@ -412,6 +503,7 @@ def _entry(lane: Lane, skipped: Sequence[int] = ()) -> dict[str, Any]:
             "skipped": [*skipped],
             "first_number": lane.next_number,
             "count": 0,
+            **_side(lane, detour),
         }
     out = {*contents.out}
     return entry | {
@@ -421,6 +513,7 @@ def _entry(lane: Lane, skipped: Sequence[int] = ()) -> dict[str, Any]:
         "skipped": [*contents.skip, *contents.out],
         "first_number": lane.announced.first_number,
         "count": lane.announced.count,
+        **_side(lane, contents.detour),
     }
 
 
@@ -429,7 +522,8 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch,
         raise lease_lost(lane)
     _write(connection, lane, following)
     if skipped and following.announced is None:
-        connection.execute(sql.JOURNAL, _entry(following, skipped))
+        detour = None if batch.cursor is None else batch.cursor.detour
+        connection.execute(sql.JOURNAL, _entry(following, skipped, detour))
     failures = Failures(connection, lane)
     failures.settle()
     failures.fail(batch.failures, skipped)
@@ -445,17 +539,48 @@ def _write(connection: Connection, lane: Lane, following: Lane) -> None:
         next_number=following.next_number,
         tries=0,
         cursor=str(following.cursor),
+        detours=encode_detours(following.detours),
         **stored(following.announced),
     )
     if lane.announced is not None:
         connection.execute(sql.JOURNAL, _entry(lane))
 
 
-def _settle(connection: Connection, lane: Lane, settled: Lane) -> Lane:
-    _write(connection, lane, settled)
+def _settle(connection: Connection, lane: Lane, following: Lane) -> Lane:
+    _write(connection, lane, following)
     failures = Failures(connection, lane)
     failures.settle()
-    return failures.after(settled)
+    return failures.after(following)
+
+
+def _divide(connection: Connection, lane: Lane, detours: Mapping[str, Cursor]) -> Lane:
+    """Change who has a detour. That is a batch without rows, so a successor of ours cannot take it for another one."""
+    if lane.announced is not None:
+        raise StoreError(f"lane {lane} has a batch under way: settle it first")
+    following = replace(lane, batch=lane.batch + 1, tries=0, detours=detours)
+    _write(connection, lane, following)
+    return following
+
+
+def _join(connection: Connection, lane: Lane, tenants: Collection[str]) -> Lane:
+    detours = lane.detours or {}
+    arrived = {it for it in tenants if it in detours and _has_arrived(connection, lane, it)}
+    if not arrived:
+        return lane
+    return _divide(connection, lane, {tenant: at for tenant, at in detours.items() if tenant not in arrived})
+
+
+def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
+    """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for it."""
+    main, at = settled_at(lane), settled_at(lane, detour)
+    while main.has_passed(at):
+        found = _look(connection, lane, detour, _Room(1, 1))
+        if found.rows:
+            return False
+        if not found.passed:
+            return True
+        lane = moved(lane, detour, at := found.look.window.after(0))
+    return False
 
 
 def _amend(
@@ -471,7 +596,7 @@ def _amend(
     rows = {*(failure.row for failure in failures), *parked}
     book = Failures(connection, lane)
     known = book.know([*rows, *attempts])
-    batch = {row for row in (*rows, *attempts) if row in known and contents.holds(known[row].at, lane)}
+    batch = {row for row in (*rows, *attempts) if row in known and contents.holds(known[row].ahead, lane)}
     if strange := [row for row in attempts if row not in batch]:
         raise StoreError(f"row {strange[0]} is not in the announced batch of lane {lane}")
     again = {row: count for row, count in attempts.items() if row in contents.redo}

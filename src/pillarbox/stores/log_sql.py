@@ -118,26 +118,65 @@ class Looks:
     sized: DirectStatement
 
 
-POLL = Looks(
-    DirectStatement(
-        text(f"{_POLL} SELECT 0 AS part, {_SMALL} FROM late UNION ALL SELECT 1, {_SMALL} FROM fresh {_LOOK}")  # noqa: S608
-    ),
-    DirectStatement(
-        text(
-            _POLL
-            + _sized(f"SELECT 0 AS part, {_ROW} FROM late UNION ALL SELECT 1, {_ROW} FROM fresh", f"part, {_ROW}")  # noqa: S608
-            + _LOOK
-        )
-    ),
-)
+# A lane with detours passes over the rows of their tenants, and a detour sees only those, as far as the lane has come.
+# It may have to look at many rows to find a few. So it looks at no more than so many at a time, and says how far it
+# has come.
+_OURS = """(CASE WHEN CAST(:detour AS text) IS NULL
+    THEN o.tenant IS NULL OR o.tenant <> ALL (CAST(:passed_over AS text[]))
+    ELSE o.tenant = CAST(:detour AS text) END)"""
+_THEN = "coalesce(CAST(CAST(:snapshot AS text) AS pg_snapshot), pg_current_snapshot())"
+_SHOWN = f"pg_visible_in_snapshot(o.xid, {_THEN})"
+_LOOKED_AT = f"""
+    SELECT {{}} FROM pillarbox_outbox o
+    WHERE {_FRESH} AND o.id > :high AND o.id <= coalesce(CAST(:up_to AS bigint), 9223372036854775807)
+    ORDER BY o.id LIMIT CAST(:scan AS bigint)"""  # noqa: S608  constants
+_DIVIDED_POLL = f"""
+    WITH late AS MATERIALIZED (
+        SELECT found.* FROM (
+            {_of_transactions(_RUNNING, f"o.id <= :high AND {_OURS} AND {_SHOWN}")}
+            UNION ALL
+            (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
+               AND {_OURS} AND {_SHOWN}
+             ORDER BY o.xid, o.id LIMIT :limit + 1)
+        ) found ORDER BY found.id LIMIT :limit + 1
+    ), fresh AS MATERIALIZED (
+        SELECT {_ROW} FROM ({_LOOKED_AT.format(f"{_COLUMNS}, {_OURS} AS ours, o.xid")}) o
+        WHERE ours AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        ORDER BY o.id LIMIT :limit
+    )"""  # noqa: S608  constants
+_DIVIDED_PAGE = f"""
+    WITH late AS MATERIALIZED (
+        {_of_transactions(_LATE_XIDS, f"o.id > :done AND o.id <= :high AND {_OURS}")}
+        ORDER BY id LIMIT :limit + 1
+    )"""
+_REACHED = f"""
+    UNION ALL
+    SELECT 4, CASE WHEN (SELECT count(*) FROM fresh) < :limit
+                   THEN (SELECT max(looked_at.id) FROM ({_LOOKED_AT.format("o.id")}) looked_at) END, NULL, NULL,
+           CASE WHEN CAST(:detour AS text) IS NULL
+                THEN CAST(coalesce({_OF_LATER}, {_OF_RUNNING}) AS text) END, NULL, NULL, NULL"""  # noqa: S608  constants
+
+
+def _looks(rows: str, found: str, rest: str) -> Looks:
+    """Both forms of a look."""
+    return Looks(
+        DirectStatement(text(rows + found.format(_SMALL) + rest)),
+        DirectStatement(text(rows + _sized(found.format(_ROW), f"part, {_ROW}") + rest)),
+    )
+
+
+_LATE_ROWS = " SELECT 0 AS part, {0} FROM late"
+_BOTH = _LATE_ROWS + " UNION ALL SELECT 1, {0} FROM fresh"  # noqa: S608  constants
+POLL = _looks(_POLL, _BOTH, _LOOK)
 """A look: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions, and whether we
 may look at all (2), and people's requests (3)."""
-
-PAGE = Looks(
-    DirectStatement(text(f"{_PAGE} SELECT 0 AS part, {_SMALL} FROM late {_LOOK}")),  # noqa: S608
-    DirectStatement(text(_PAGE + _sized(f"SELECT 0 AS part, {_ROW} FROM late", f"part, {_ROW}") + _LOOK)),  # noqa: S608
-)
+PAGE = _looks(_PAGE, _LATE_ROWS, _LOOK)
 """The next page of late rows."""
+DIVIDED_POLL = _looks(_DIVIDED_POLL, _BOTH, _LOOK + _REACHED)
+"""The same, in a lane with detours, or in one of those. It also tells how far it has looked, and any late row that it
+may have passed over (4)."""
+DIVIDED_PAGE = _looks(_DIVIDED_PAGE, _LATE_ROWS, _LOOK)
 
 LATE_XIDS = text(
     f"""
@@ -153,17 +192,17 @@ BETWEEN = text(
     WITH late AS (
         SELECT one.* FROM {_RUNNING} AS x(xid) CROSS JOIN LATERAL (
             SELECT {_COLUMNS} FROM pillarbox_outbox o
-            WHERE {_LANE} AND o.xid = x.xid AND o.id > :late_after AND o.id <= :late_up_to
+            WHERE {_LANE} AND o.xid = x.xid AND o.id > :late_after AND o.id <= :late_up_to AND {_OURS}
               AND pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot))
             OFFSET 0
         ) one
         UNION ALL
         SELECT {_COLUMNS} FROM pillarbox_outbox o
-        WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id > :late_after AND o.id <= :late_up_to
+        WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id > :late_after AND o.id <= :late_up_to AND {_OURS}
           AND pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot))
     ), fresh AS (
         SELECT {_COLUMNS} FROM pillarbox_outbox o
-        WHERE {_FRESH} AND o.id > :after AND o.id <= :up_to
+        WHERE {_FRESH} AND o.id > :after AND o.id <= :up_to AND {_OURS}
           AND (o.xid IS NULL OR pg_visible_in_snapshot(o.xid, CAST(CAST(:snapshot AS text) AS pg_snapshot)))
         ORDER BY o.id
     )
@@ -270,6 +309,7 @@ READY = text(
                    AND b.status <> 'PARKED' AND (b.status <> 'FAILED' OR r.on_failure = 'park')
                  ORDER BY b.row_id LIMIT 1) IS NULL)
         OR EXISTS (SELECT FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
+        OR EXISTS (SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d WHERE d.value <> l.cursor)
       )
     """  # noqa: S608  constants
 )
@@ -278,18 +318,23 @@ READY = text(
 
 _FENCE = """
     UPDATE pillarbox_lanes
-    SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, tries = 0
+    SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, detours = :detours,
+        tries = 0
     WHERE route = :route AND shard = :shard AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :batch
       AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
       AND coalesce(CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) = CAST(:server AS text), true)
     RETURNING {}
 """
+TELLS_ABOUT = """
+    CASE WHEN j.detour IS NULL THEN o.tenant IS NULL OR o.tenant <> ALL (j.passed_over) ELSE j.detour = o.tenant END"""
+"""Whether an entry of the journal is about this tenant's rows."""
 _ENTRY = """
-    INSERT INTO pillarbox_journal (route, shard, high, batch, cursor, redone, skipped, first_number, count, relay)
+    INSERT INTO pillarbox_journal
+        (route, shard, high, batch, cursor, redone, skipped, first_number, count, detour, passed_over, relay)
 """
 _SETTLED = """CAST(:route AS bigint), CAST(:shard AS integer), CAST(:settled_high AS bigint), CAST(:batch AS bigint),
     CAST(:settled AS text), CAST(:redone AS bigint[]), CAST(:skipped AS bigint[]), CAST(:first_number AS bigint),
-    CAST(:count AS integer)"""
+    CAST(:count AS integer), CAST(:detour AS text), CAST(:passed_over AS text[])"""
 # The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
 _RELAXED = "set_config('synchronous_commit', 'off', true)"
 ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
@@ -429,7 +474,7 @@ WAITING = text(
 )
 DISCARDED = text(
     """
-    SELECT f.route, f.shard, f.row_id, CAST(CAST(o.xid AS text) AS bigint)
+    SELECT f.route, f.shard, f.row_id, CAST(CAST(o.xid AS text) AS bigint), f.tenant
     FROM pillarbox_failures f JOIN pillarbox_lanes p ON p.route = f.route AND p.shard = f.shard
     JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
       ON l.route = f.route AND l.shard = f.shard
@@ -438,7 +483,7 @@ DISCARDED = text(
         WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
           AND o.id = f.row_id
     ) o
-    WHERE f.status = 'DISCARDED' AND NOT pillarbox_covered(p.cursor, o.id, o.xid)
+    WHERE f.status = 'DISCARDED' AND NOT pillarbox_covered(pillarbox_cursor(p.cursor, p.detours, f.tenant), o.id, o.xid)
     """
 )
 """Rows that are never to be sent, and that the lane has not passed."""

@@ -36,6 +36,7 @@ from ..outbox import (
     Trouble,
     digest,
 )
+from .announced import refuse_detours
 
 _UNTRIED_OR_WAITING = (Status.PENDING, Status.RETRYING, Status.PARKED)
 _WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)
@@ -90,6 +91,7 @@ class _LaneRow:
     rate: float | None = None
     trouble: Trouble | None = None
     cursor: Any = None
+    detours: dict[str, Any] = field(default_factory=dict)
     # The rows that are not at their end, by what they wait for: no call looks at all that was ever written.
     fresh: _Rows = field(default_factory=dict)
     sending: _Rows = field(default_factory=dict)
@@ -286,7 +288,9 @@ class MemoryStore:
         limit: int,
         max_bytes: int = 4_194_304,
         paused: Collection[str] = (),
+        detour: str | None = None,
     ) -> Page:
+        refuse_detours(detour)
         kept = self._lanes[lane.name]
         fresh = (stored for stored in kept.fresh.values() if stored.row.tenant not in paused)
         redo = _page(self._redo(lane, kept, paused), limit, max_bytes)
@@ -295,6 +299,14 @@ class MemoryStore:
             fresh=tuple(_page(fresh, limit, max_bytes)),
             requests=tuple(self._feasible(kept))[:limit],
         )
+
+    async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        refuse_detours(*tenants)
+        return lane
+
+    async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        refuse_detours(*tenants)
+        return lane
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if (lane.announced is not None) != settle:

@@ -7,16 +7,23 @@ would stay PENDING for ever, and one that it finds twice is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from ..cursor import FIRST_XID, Cursor, RowAt, Snapshot, Window, look
-from ..errors import BatchMismatchError, LaneHaltedError
-from ..outbox import Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
-from .announced import position
+from ..errors import BatchMismatchError, LaneHaltedError, StoreError
+from ..outbox import Ahead, Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
+from .announced import detour_of, moved, position, settled, settled_at
 from .memory import MemoryStore
+
+
+class MemoryLook(NamedTuple):
+    """What a page has to tell its announcement."""
+
+    window: Window
+    detour: str | None
 
 
 class MemoryLogStore(MemoryStore):
@@ -66,34 +73,58 @@ class MemoryLogStore(MemoryStore):
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    async def poll(self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, paused: Collection[str] = ()) -> Page:
-        page = await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused)
+    async def poll(
+        self,
+        lane: Lane,
+        *,
+        limit: int,
+        max_bytes: int = 4_194_304,
+        paused: Collection[str] = (),
+        detour: str | None = None,
+    ) -> Page:
         if lane.cursor is None:
+            return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
+        page = replace(await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused), fresh=())
+        start = position(lane, detour)
+        window = self._look(lane, start, detour, limit, max_bytes)
+        if window is None:
             return page
-        window = self._look(lane, limit, max_bytes)
         rows = [self._rows[row].row for row in window.ids]
-        return replace(
-            page,
-            fresh=tuple(row for row in rows if row.tenant not in paused),
-            held=tuple(row for row in rows if row.tenant in paused),
-            cursor=window,
-        )
+        if held := frozenset({row.tenant for row in rows}.intersection(paused)):
+            return replace(page, held=held)
+        moves = window.start != start or window.after(0).high > start.high or self._is_late(lane, start)
+        return replace(page, fresh=tuple(rows), passed=detour is None and moves, cursor=MemoryLook(window, detour))
 
-    def _look(self, lane: Lane, limit: int, max_bytes: int) -> Window:
-        start, snapshot = position(lane), self.snapshot()
+    def _is_late(self, lane: Lane, start: Cursor) -> bool:
+        """Whether there is any late row, for whomever."""
+        return bool(look(start, self._written(lane.name), self.snapshot(), 1).late)
+
+    def _look(self, lane: Lane, start: Cursor, detour: str | None, limit: int, max_bytes: int) -> Window | None:
+        """What a statement finds; None if a detour has nothing to look for."""
+        snapshot, main = self.snapshot(), position(lane)
         if snapshot.lies_below(start.paging or start.seen):
             raise LaneHaltedError(f"lane {lane} has seen more than there is: the database went back in time")
-        rows = [row for row in self._written(lane.name) if row not in lane.discarded]
-        window = look(start, rows, snapshot, limit)
+        dead = {row.at for row in lane.discarded}
+        written = [row for row in self._written(lane.name) if snapshot.shows(row.xid)]
+        if detour is not None:
+            if start.paging is None and (start.high > main.high or main.seen.lies_below(start.seen)):
+                return None
+            snapshot, written = main.seen, [row for row in written if row.id <= main.high]
+        reach = max((row.id for row in written), default=0)
+        rows = [row for row in written if row not in dead and detour_of(lane, self._tenant(row)) == detour]
+        window = look(start, rows, snapshot, limit, reach)
         if start.paging is not None and not window.ids:
-            window = look(Cursor(start.high, start.paging), rows, snapshot, limit)
+            window = look(Cursor(start.high, start.paging), rows, snapshot, limit, reach)
         size, fitting = 0, 0
         for row in window.ids:
             size += len(self._rows[row].row.body)
             if fitting and size > max_bytes:
                 break
             fitting += 1
-        return window if fitting == len(window.ids) else look(window.start, rows, snapshot, fitting)
+        return window if fitting == len(window.ids) else look(window.start, rows, snapshot, fitting, reach)
+
+    def _tenant(self, row: RowAt) -> str | None:
+        return self._rows[row.id].row.tenant
 
     def _written(self, lane: LaneName) -> list[RowAt]:
         """All that was ever committed to a lane."""
@@ -108,28 +139,59 @@ class MemoryLogStore(MemoryStore):
             waits = super()._has_work(name, now)
         finally:
             kept.fresh = fresh
-        dead = self._discarded(name)
+        if waits or kept.cursor.paging is not None or any(at != kept.cursor for at in kept.detours.values()):
+            return True
+        dead = {row.at for row in self._discarded(name)}
         rows = [row for row in self._written(name) if row not in dead]
-        return waits or kept.cursor.paging is not None or bool(look(kept.cursor, rows, self.snapshot(), 1).ids)
+        return bool(look(kept.cursor, rows, self.snapshot(), 1).ids)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if lane.cursor is None:
             return await super().announce(lane, batch, settle=settle)
-        start, window = position(lane), batch.cursor
+        told: MemoryLook | None = batch.cursor
+        detour = None if told is None else told.detour
+        start = position(lane, detour)
         dealt = {*batch.items, *batch.parked, *(failure.row for failure in batch.failures)}
-        to = start if window is None else window.dealt_with(dealt)
-        ends = {"start": str(start if window is None else window.start), "to": str(to)}
+        to = start if told is None else told.window.dealt_with(dealt)
+        ends = {"start": str(start if told is None else told.window.start), "to": str(to), "detour": detour}
+        following = settled(lane)
         await super().announce(lane, replace(batch, details={**batch.details, **ends}), settle=settle)
-        self._lanes[lane.name].cursor = start if batch.items else to
-        return self._lane(lane.name)
+        return self._keep(following if batch.items else moved(following, detour, to))
 
     async def settle(self, lane: Lane) -> Lane:
-        settled = await super().settle(lane)
+        following = await super().settle(lane)
+        return following if lane.cursor is None else self._keep(settled(lane))
+
+    async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         if lane.cursor is None:
-            return settled
-        self._lanes[lane.name].cursor = position(lane)
+            return await super().part(lane, tenants)
+        detours = lane.detours or {}
+        return self._divide(lane, {**dict.fromkeys(tenants, lane.cursor), **detours})
+
+    async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        if lane.cursor is None:
+            return await super().join(lane, tenants)
+        left = {it: at for it, at in (lane.detours or {}).items() if it not in tenants or not self._arrived(lane, it)}
+        return lane if left == lane.detours else self._divide(lane, left)
+
+    def _arrived(self, lane: Lane, detour: str) -> bool:
+        at = position(lane, detour)
+        found = self._look(lane, at, detour, 1, 1) if position(lane).has_passed(at) else None
+        return found is not None and not found.ids
+
+    def _divide(self, lane: Lane, detours: Mapping[str, Any]) -> Lane:
+        kept = self._fenced(lane)
+        if lane.announced is not None:
+            raise StoreError(f"lane {lane} has a batch under way: settle it first")
+        kept.batch += 1
+        kept.tries = 0
+        return self._keep(replace(lane, detours=detours))
+
+    def _keep(self, lane: Lane) -> Lane:
+        kept = self._lanes[lane.name]
+        kept.cursor, kept.detours = lane.cursor, dict(lane.detours or {})
         return self._lane(lane.name)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
@@ -138,21 +200,29 @@ class MemoryLogStore(MemoryStore):
             return found
         start, end = (Cursor.parse(lane.announced.details[name]) for name in ("start", "to"))
         between = {row.id for row in self._written(lane.name) if end.covers(row) and not start.covers(row)}
-        if strange := [row.id for _, row in found if not (row.id in between or start.covers(self._at(row.id)))]:
+        if strange := [row.id for _, row in found if row.id not in between and not self._is_passed(lane, row)]:
             raise BatchMismatchError(f"the cursors of batch {lane.batch} of lane {lane} do not hold {strange}")
         return found
+
+    def _is_passed(self, lane: Lane, row: Row) -> bool:
+        return settled_at(lane, detour_of(lane, row.tenant)).covers(self._at(row.id))
 
     def _at(self, row: int) -> RowAt:
         return RowAt(row, self._xids[row])
 
     def _lane(self, name: LaneName) -> Lane:
         lane, kept = super()._lane(name), self._lanes[name]
-        return lane if kept.cursor is None else replace(lane, cursor=kept.cursor, discarded=self._discarded(name))
+        if kept.cursor is None:
+            return lane
+        lane = replace(lane, cursor=kept.cursor, detours=dict(kept.detours))
+        return replace(lane, discarded=self._discarded(name))
 
-    def _discarded(self, name: LaneName) -> frozenset[RowAt]:
+    def _discarded(self, name: LaneName) -> frozenset[Ahead]:
         kept = self._lanes[name]
         return frozenset(
-            self._at(row)
+            Ahead(self._at(row), it.row.tenant)
             for row, it in self._rows.items()
-            if it.lane == name and it.status is Status.DISCARDED and not kept.cursor.covers(self._at(row))
+            if it.lane == name
+            and it.status is Status.DISCARDED
+            and not kept.detours.get(it.row.tenant or "", kept.cursor).covers(self._at(row))
         )

@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..errors import BatchMismatchError, StoreError
 from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Status, digest
 from . import turn
+from .announced import refuse_detours
 from .append import Appender
 from .columns import from_now
 from .leases import Leases, among, fenced, is_, lease_lost, stored, with_keys
@@ -78,8 +79,18 @@ class QueueStore(Appender, Leases):
         limit: int,
         max_bytes: int = 4_194_304,
         paused: Collection[str] = (),
+        detour: str | None = None,
     ) -> Page:
+        refuse_detours(detour)
         return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))
+
+    async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        refuse_detours(*tenants)
+        return lane
+
+    async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
+        refuse_detours(*tenants)
+        return lane
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if (lane.announced is not None) != settle:

@@ -37,7 +37,7 @@ PORTION = 10_000
 """How many rows `forget` reads in one transaction."""
 
 _PLACES = """
-    SELECT l.route, l.shard, l.cursor, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
+    SELECT l.route, l.shard, l.cursor, l.detours, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
            CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot) AS seen, l.announced IS NOT NULL AS sending,
            greatest(CAST(split_part(l.cursor, ' ', 1) AS bigint),
                     CAST(split_part(CAST(l.announced AS json) -> 'details' ->> 'to', ' ', 1) AS bigint)) AS reached
@@ -58,6 +58,11 @@ _UNDONE = f"""
         SELECT o.* FROM pillarbox_outbox o
         WHERE {_HERE} AND o.xid >= pg_snapshot_xmax(l.seen) AND o.id <= l.high
           AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
+        UNION ALL
+        SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
+        JOIN pillarbox_outbox o ON {_HERE} AND o.tenant = d.tenant
+        WHERE o.status = 'PENDING' AND o.status <> 'SENT' AND o.id <= l.high
+          AND pillarbox_covered(l.cursor, o.id, o.xid) AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
     ) o
     WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)
 """  # noqa: S608  constants
@@ -119,7 +124,7 @@ def forget(connection: Connection) -> int:
     connection.commit()
     forgotten = 0
     for place in places:
-        here = {"route": place.route, "shard": place.shard, "cursor": place.cursor, "reached": place.reached}
+        here = {name: getattr(place, name) for name in ("route", "shard", "cursor", "detours", "reached")}
         xid, last = oldest, 0
         while xid is not None:
             page = {**here, "xid": xid, "id": last, "limit": PORTION}
@@ -212,7 +217,7 @@ _SURVEY = text(
 _FORGET = text(
     """
     WITH page AS MATERIALIZED (
-        SELECT o.event_id, o.route, o.schema_version, o.id, o.xid FROM pillarbox_outbox o
+        SELECT o.event_id, o.route, o.schema_version, o.id, o.xid, o.tenant FROM pillarbox_outbox o
         WHERE o.route = :route AND o.shard = :shard
           AND (o.xid, o.id) > (CAST(CAST(:xid AS text) AS xid8), CAST(:id AS bigint))
         ORDER BY o.xid, o.id LIMIT :limit
@@ -220,7 +225,8 @@ _FORGET = text(
         UPDATE pillarbox_outbox o SET xid = NULL FROM page p
         WHERE o.event_id = p.event_id AND o.route = p.route AND o.schema_version = p.schema_version
           AND CAST(o.xid AS xid) <> o.xmin
-          AND (p.id > :reached OR pillarbox_covered(CAST(:cursor AS text), p.id, p.xid))
+          AND (p.id > :reached OR pillarbox_covered(
+              pillarbox_cursor(CAST(:cursor AS text), CAST(:detours AS text), p.tenant), p.id, p.xid))
         RETURNING 1
     ), last AS (SELECT xid, id FROM page ORDER BY xid DESC, id DESC LIMIT 1)
     SELECT (SELECT CAST(xid AS text) FROM last), (SELECT id FROM last), (SELECT count(*) FROM done)
@@ -255,7 +261,7 @@ _MOVE = text(
     f"""
     UPDATE pillarbox_lanes l
     SET cursor = p.reached || ' ' || CAST(:seen AS text), announced = NULL, announced_low = NULL, announced_high = NULL,
-        tries = 0, batch = batch + 1
+        detours = NULL, tries = 0, batch = batch + 1
     FROM ({_PLACES}) p WHERE p.route = l.route AND p.shard = l.shard
     """  # noqa: S608  constants
 )

@@ -30,6 +30,7 @@ from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
 from .columns import from_now
+from .log_sql import TELLS_ABOUT
 from .operations import Author
 from .origin import IS_ORIGINAL
 from .tables import audit, meta, outbox, routes
@@ -256,6 +257,7 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
     needed: Sequence[Any] = ()
     if rows:
         left = {"ids": [row.id for row in rows], "xids": [row.xid for row in rows]}
+        left["tenants"] = [row.tenant for row in rows]
         needed = connection.execute(_NEEDED, {**lane, **left, "lowest": min(left["ids"])}).all()
     gone, seen, *last = connection.execute(
         _CLEAR,
@@ -304,16 +306,17 @@ def alone(connection: Connection) -> None:
 # -- what a log is asked -----------------------------------------------------------------------------------------------
 
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
-_XMIN = "pg_snapshot_xmin(CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot))"
 _WAITS = """(
         SELECT f.row_id FROM pillarbox_failures f
         WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
           AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
         LIMIT 1
     )"""
+_CURSOR = "pillarbox_cursor(l.cursor, l.detours, o.tenant)"
+_XMIN = f"pg_snapshot_xmin(CAST(split_part({_CURSOR}, ' ', 2) AS pg_snapshot))"
 _BEHIND = f"""(
-    o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= {_HIGH} AND (o.xid IS NULL OR o.xid < {_XMIN})
-    AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
+    o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= CAST(split_part({_CURSOR}, ' ', 1) AS bigint)
+    AND (o.xid IS NULL OR o.xid < {_XMIN}) AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
 )"""
 """A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
 cursor passes a row in the transaction that writes its failure."""
@@ -375,9 +378,9 @@ _REMOVE = text(
 # What remains of what a batch had passed: failures, mostly.
 _REMAINING = text(
     """
-    SELECT o.id, CAST(o.xid AS text) AS xid
+    SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
     FROM unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status) CROSS JOIN LATERAL (
-        SELECT o.id, o.xid FROM pillarbox_outbox o
+        SELECT o.id, o.xid, o.tenant FROM pillarbox_outbox o
         WHERE o.route = :route AND o.shard = :shard AND o.status = s.status AND o.status <> 'SENT' AND o.id <= :high
           AND pillarbox_covered(CAST(:passed AS text), o.id, o.xid)
         ORDER BY o.id LIMIT :limit
@@ -385,18 +388,20 @@ _REMAINING = text(
     """
 )
 _NEEDED = text(
-    """
+    f"""
     SELECT j.high, j.batch
-    FROM unnest(CAST(:ids AS bigint[]), CAST(CAST(:xids AS text[]) AS xid8[])) AS r(id, xid) CROSS JOIN LATERAL (
+    FROM unnest(CAST(:ids AS bigint[]), CAST(CAST(:xids AS text[]) AS xid8[]), CAST(:tenants AS text[]))
+        AS o(id, xid, tenant) CROSS JOIN LATERAL (
         SELECT j.high, j.batch FROM pillarbox_journal j
-        WHERE j.route = :route AND j.shard = :shard AND j.high >= r.id AND pillarbox_covered(j.cursor, r.id, r.xid)
+        WHERE j.route = :route AND j.shard = :shard AND j.high >= o.id AND pillarbox_covered(j.cursor, o.id, o.xid)
+          AND {TELLS_ABOUT}
         ORDER BY j.high, j.batch LIMIT 1
     ) j
     UNION
     SELECT j.high, j.batch FROM pillarbox_journal j
     WHERE j.route = :route AND j.shard = :shard AND j.high >= :lowest AND j.high <= :high
       AND j.redone && CAST(:ids AS bigint[])
-    """
+    """  # noqa: S608  constants
 )
 _CLEAR = text(
     """

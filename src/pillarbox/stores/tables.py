@@ -84,6 +84,7 @@ lanes = Table(
     Column("trouble", LongText),
     Column("trouble_until", Utc),
     Column("cursor", LongText),
+    Column("detours", LongText),
 )
 
 relays = Table(

@@ -18,14 +18,14 @@ from sqlalchemy import Connection, Dialect, text
 
 from .. import tables
 from ..schema import schema_version
-from . import step_0001, step_0002, step_0003
+from . import step_0001, step_0002, step_0003, step_0004
 
 LOCK_TIMEOUT_SECONDS = 5
 # Any number will do, as long as all migrating processes use the same.
 _ADVISORY_LOCK = 0x70696C6C61726278
 
 Step = Callable[[Operations], None]
-STEPS: tuple[Step, ...] = (step_0001.upgrade, step_0002.upgrade, step_0003.upgrade)
+STEPS: tuple[Step, ...] = (step_0001.upgrade, step_0002.upgrade, step_0003.upgrade, step_0004.upgrade)
 
 
 def migrate(connection: Connection) -> int:

@@ -38,7 +38,7 @@ def upgrade(op: Operations) -> None:
         sa.Column("headers", JsonText),
         sa.Column("body", LongBytes),
     )
-    for statement in (*_TABLES, *origin.WRITE, _COVERED, _UNSENT, _view()):
+    for statement in (*_TABLES, *origin.WRITE, _COVERED, UNSENT, view()):
         op.execute(sa.text(statement))
     if op.get_context().as_sql or _is_new(op):
         op.execute(INDEX)
@@ -106,7 +106,7 @@ _COLUMNS = "o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.key, o
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
 _SEEN = "CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot)"
-_AHEAD = f"""
+AHEAD = f"""
     SELECT o.* FROM pillarbox_outbox o
     WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > {_HIGH}
     UNION ALL
@@ -119,13 +119,13 @@ _AHEAD = f"""
 """  # noqa: S608  constants
 
 # What is not sent, as far as it is settled: for counting, without a look at all that was ever written.
-_UNSENT = f"""
+UNSENT = f"""
 CREATE VIEW pillarbox_unsent AS
 SELECT {_COLUMNS}
 FROM pillarbox_outbox o JOIN pillarbox_lanes l ON {_HERE} WHERE l.cursor IS NULL AND o.status <> 'SENT'
 UNION ALL
 SELECT {_COLUMNS}
-FROM pillarbox_lanes l CROSS JOIN LATERAL ({_AHEAD}) o
+FROM pillarbox_lanes l CROSS JOIN LATERAL ({AHEAD}) o
 WHERE l.cursor IS NOT NULL AND NOT EXISTS (
     SELECT FROM pillarbox_failures f WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
 )
@@ -149,7 +149,7 @@ FROM pillarbox_outbox WHERE status <> 'SENT'
 """
 
 
-def _view() -> str:
+def view() -> str:
     """The view for people, with the status of a delivery in a log: that is nowhere written down."""
     view = VIEWS["postgresql"][-1].replace("CREATE VIEW", "CREATE OR REPLACE VIEW")
     for old, new in (

@@ -427,7 +427,12 @@ class OutboxStoreContract:
     async def test_rows_of_paused_tenants_are_passed_over(self, world: World) -> None:
         await world.register(ROUTE)
         await world.append([delivery(tenant="loud"), delivery(tenant="calm"), delivery(tenant=None)])
-        page = await world.store.poll(await self.lane(world), limit=10, paused=["loud"])
+        lane = await self.lane(world)
+        page = await world.store.poll(lane, limit=10, paused=["loud"])
+        if page.held:  # where they cannot be left out, they need a detour
+            assert page.held == {"loud"}
+            assert not page.fresh
+            page = await world.store.poll(await world.store.part(lane, page.held), limit=10, paused=["loud"])
         assert [row.tenant for row in page.fresh] == ["calm", None]
 
     async def test_h61_a_page_stays_within_its_bytes_but_holds_at_least_one_row(self, world: World) -> None:

@@ -1,0 +1,149 @@
+"""Who goes next in a lane, and who has to wait: rates, and the tenants that take a detour.
+
+A lane is first in, first out, so one tenant with a million events would hold up all who come behind it. Such a tenant
+gets a *detour*: the lane passes over its rows, and serves them in turns with everybody else's. So does a tenant that is
+paused or held to a rate. When a detour has been empty for a while, and nobody holds its tenant back, it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import clock
+from .outbox import Lane, Row
+
+FLOOD_PAGES = 8
+"""A tenant that takes nearly all of so many full pages in a row floods its lane."""
+FLOOD_SHARE = 0.9
+REST_SECONDS = 10.0
+"""A detour ends when it was empty for so long."""
+_COMPANY_SECONDS = 1.0
+_QUANTUM = 4
+
+
+@dataclass(slots=True)
+class Pace:
+    """How much a lane does at a time, and what people allow it to do."""
+
+    batch: int = 500
+    max_bytes: int = 4_194_304
+    paused_tenants: frozenset[str] = frozenset()
+    rate: float | None = None
+    tenant_rates: Mapping[str, float] = field(default_factory=dict)
+
+
+class Detours:
+    """The detours of one lane, as its owner sees them."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._waiting: dict[str, None] = dict.fromkeys(lane.detours or ())
+        """Those that may have something to send; who was served last is last."""
+        self._stuck: set[str] = set()
+        """Those that have something and may not send it now."""
+        self._empty_since: dict[str, float] = {}
+        self._flood: tuple[str | None, int] = (None, 0)
+        self._company_at = float("-inf")
+
+    def next(self, held: Collection[str]) -> str | None:
+        """Whose turn it is after the lane's own."""
+        return next((tenant for tenant in self._waiting if tenant not in held), None)
+
+    def revive(self) -> None:
+        """Something has happened: what could not be sent may go now."""
+        self._waiting |= dict.fromkeys(sorted(self._stuck))
+        self._stuck.clear()
+
+    def quantum(self, limit: int) -> int:
+        """How many rows a detour takes in one turn: the fewer if others have been here a moment ago, and may be again
+        any time.
+        """
+        alone = clock.current().monotonic() - self._company_at > _COMPANY_SECONDS
+        return limit if alone else max(1, limit // _QUANTUM)
+
+    def floods(self, rows: Sequence[Row]) -> str | None:
+        """The tenant that floods the lane, if one does, by this full page and those before it."""
+        before, pages = self._flood
+        tenant, share = Counter([row.tenant for row in rows]).most_common(1)[0]
+        if tenant is None or share < FLOOD_SHARE * len(rows):
+            self._flood = (None, 0)
+            return None
+        self._flood = (tenant, pages + 1 if tenant == before else 1)
+        return tenant if pages + 1 >= FLOOD_PAGES and tenant == before else None
+
+    def moved_on(self, detours: Iterable[str], company: bool) -> None:
+        """The lane has, with rows of its own or without; it may have passed over anybody's."""
+        if company:
+            self._company_at = clock.current().monotonic()
+        for tenant in detours:
+            if tenant not in self._waiting and tenant not in self._stuck:
+                self._waiting[tenant] = None
+
+    def served(self, tenant: str, *, more: bool, stuck: bool) -> None:
+        """It had its turn, and has more to send, or has it and cannot, or is empty."""
+        del self._waiting[tenant]
+        if more or stuck:
+            self._empty_since.pop(tenant, None)
+        else:
+            self._empty_since.setdefault(tenant, clock.current().monotonic())
+        if more:
+            self._waiting[tenant] = None
+        elif stuck:
+            self._stuck.add(tenant)
+
+    def parted(self, tenants: Iterable[str]) -> None:
+        """These have a detour now."""
+        self._flood = (None, 0)
+        self._waiting |= dict.fromkeys(tenants)
+
+    def rested(self, pace: Pace) -> list[str]:
+        """Those that need no detour any more. They are not named again for a while."""
+        now = clock.current().monotonic()
+        free = [it for it in self._empty_since if it not in pace.paused_tenants and it not in pace.tenant_rates]
+        rested = [it for it in free if it not in self._waiting and now - self._empty_since[it] >= REST_SECONDS]
+        for tenant in rested:
+            self._empty_since[tenant] = now
+        return rested
+
+    def joined(self, left: Collection[str]) -> None:
+        """Only these have a detour."""
+        self._empty_since = {tenant: since for tenant, since in self._empty_since.items() if tenant in left}
+
+
+class Rates:
+    """How much may go now, where people have set a rate: up to one second's worth at once."""
+
+    def __init__(self) -> None:
+        self._levels: dict[str | None, tuple[float, float]] = {}
+
+    def exhausted(self, rates: Mapping[str, float]) -> frozenset[str]:
+        """Tenants that have to wait."""
+        return frozenset(tenant for tenant, rate in rates.items() if self._available(tenant, rate) < 1)
+
+    def within(self, rows: list[Row], pace: Pace) -> tuple[list[Row], float | None]:
+        """The rows that may go, in order, and after how many seconds to look again."""
+        if pace.rate is None and not pace.tenant_rates:
+            return rows, None
+        rates: dict[str | None, float] = dict(pace.tenant_rates.items())
+        if pace.rate is not None:
+            rates[None] = pace.rate
+        room = {name: int(self._available(name, rate)) for name, rate in rates.items()}
+        kept = []
+        for row in rows:
+            spent = [name for name in dict.fromkeys((None, row.tenant)) if name in room]
+            if all(room[name] > 0 for name in spent):
+                kept.append(row)
+                for name in spent:
+                    room[name] -= 1
+                    level, seen = self._levels[name]
+                    self._levels[name] = level - 1, seen
+        waits = [1.0 / rate for name, rate in rates.items() if room[name] < 1]
+        return kept, min(*waits, 60.0) if waits else None
+
+    def _available(self, name: str | None, rate: float) -> float:
+        now = clock.current().monotonic()
+        level, seen = self._levels.get(name, (1.0, now))
+        level = min(max(rate, 1.0), level + rate * (now - seen))
+        self._levels[name] = level, now
+        return level

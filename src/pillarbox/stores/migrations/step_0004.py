@@ -1,0 +1,68 @@
+"""Step 4: detours. A tenant may have a cursor of its own in a lane, and what people see goes by it."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic.operations import Operations
+
+from ..columns import LongText
+from ..log_sql import TELLS_ABOUT
+from . import step_0003
+
+
+def upgrade(op: Operations) -> None:
+    """Add a column for detours; on PostgreSQL the journal says whose cursor a batch has moved."""
+    op.add_column("pillarbox_lanes", sa.Column("detours", LongText))
+    if op.get_context().dialect.name != "postgresql":
+        return
+    for statement in (*_JOURNAL, _CURSOR, _unsent(), _view()):
+        op.execute(sa.text(statement))
+
+
+_JOURNAL = (
+    "ALTER TABLE pillarbox_journal ADD COLUMN detour text",
+    "ALTER TABLE pillarbox_journal ADD COLUMN passed_over text[] NOT NULL DEFAULT '{}'",
+)
+
+# The cursor that tells about a tenant's rows. A detour is never ahead of its lane, so what it has not covered has not
+# been sent.
+_CURSOR = """
+CREATE FUNCTION pillarbox_cursor(cursor text, detours text, tenant text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+SELECT coalesce(CAST(detours AS jsonb) ->> tenant, cursor)
+$$
+"""
+
+_DETOURS = f"""
+    UNION ALL
+    SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
+    CROSS JOIN LATERAL ({step_0003.AHEAD.replace("l.cursor", "d.cursor")}) o
+    WHERE o.tenant = d.tenant AND pillarbox_covered(l.cursor, o.id, o.xid)
+"""  # noqa: S608  constants
+
+
+def _unsent() -> str:
+    view = step_0003.UNSENT.replace("CREATE VIEW", "CREATE OR REPLACE VIEW")
+    return view.replace(step_0003.AHEAD, step_0003.AHEAD + _DETOURS)
+
+
+_IS_DETOUR = "IS NOT DISTINCT FROM CASE WHEN CAST(l.detours AS jsonb) ->> o.tenant IS NOT NULL THEN o.tenant END"
+
+
+def _view() -> str:
+    view = step_0003.view()
+    for old, new in (
+        (
+            "pillarbox_covered(l.cursor, o.id, o.xid) AS covered",
+            "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid) AS covered",
+        ),
+        (
+            "o.status = 'PENDING' AND NOT c.covered",
+            f"o.status = 'PENDING' AND NOT c.covered AND c.announced -> 'details' ->> 'detour' {_IS_DETOUR}",
+        ),
+        ("j.shard = o.shard AND j.high >= o.id", f"j.shard = o.shard AND j.high >= o.id AND {TELLS_ABOUT}"),
+    ):
+        if old not in view:
+            raise AssertionError(old)
+        view = view.replace(old, new)
+    return view
