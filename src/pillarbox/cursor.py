@@ -121,10 +121,15 @@ class Cursor(msgspec.Struct, frozen=True):
         """The same place, in the middle of the late rows that a snapshot shows, of these transactions."""
         return Cursor(self.high, self.seen, snapshot, late, done)
 
+    def leads(self, other: Cursor) -> bool:
+        """Whether all that the other one has dealt with was there when this one looked: so it may have passed more.
+        A detour that has come through the same late rows as its lane, and sooner, has to wait for it.
+        """
+        return self.high >= other.high and not self.seen.lies_below(other.seen)
+
     def has_passed(self, other: Cursor) -> bool:
         """Whether it is where the other one is, or further on, and neither is in the middle of late rows."""
-        at_rest = self.paging is None and other.paging is None
-        return at_rest and self.high >= other.high and not self.seen.lies_below(other.seen)
+        return self.paging is None and other.paging is None and self.leads(other)
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -171,12 +176,13 @@ def look(start: Cursor, rows: Iterable[RowAt], snapshot: Snapshot, limit: int, r
     ids. The store on PostgreSQL asks its indexes the same question. ``reach`` is the last row that it has looked at,
     where some are not for this cursor.
     """
+    snapshot = start.paging or snapshot
     visible = [row for row in rows if snapshot.shows(row.xid)]
     late = [row for row in visible if start.is_late(row)]
     xids = start.late or tuple(sorted({row.xid for row in late}))
     ids = tuple(row.id for row in late[:limit])
     if start.paging is not None or len(late) > limit:
-        return Window(start, start.paging or snapshot, late=ids, xids=xids, more=len(late) > limit)
+        return Window(start, snapshot, late=ids, xids=xids, more=len(late) > limit)
     fresh = [row.id for row in visible if start.is_fresh(row)]
     room = limit - len(ids)
     return Window(

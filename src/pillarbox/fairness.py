@@ -107,7 +107,8 @@ class Detours:
         return rested
 
     def joined(self, left: Collection[str]) -> None:
-        """Only these have a detour."""
+        """Only these have a detour. One of them that was to end may have rows that nobody knew of."""
+        self._waiting |= dict.fromkeys(tenant for tenant in self._empty_since if tenant in left)
         self._empty_since = {tenant: since for tenant, since in self._empty_since.items() if tenant in left}
 
 

@@ -338,9 +338,11 @@ class LaneWorker:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
         rows.
         """
-        if not (plan.items or plan.failures or plan.parked):
-            return bool(page.requests or page.passed)
-        return bool(self.lane.waiting or page.requests) or self._is_full(page, limit)
+        if page.requests or page.passed:
+            return True
+        return bool(plan.items or plan.failures or plan.parked) and (
+            bool(self.lane.waiting) or self._is_full(page, limit)
+        )
 
     def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)

@@ -193,7 +193,7 @@ class Page(msgspec.Struct, frozen=True):
     """Paused tenants whose rows come next, and cannot be left out: they need a detour, and the page has no fresh rows
     until they have one."""
     passed: bool = False
-    """Rows that belong to a detour were passed over: the lane moves on, if only for that."""
+    """The lane moves on, even if it is only past rows that belong to a detour; and there may be more behind them."""
     requests: tuple[int, ...] = ()
     """What people have asked for and can be done now: the next announcement does it."""
     cursor: Any = None

@@ -45,6 +45,7 @@ from tests.servers import Servers
 ROUTE = RouteRecord("prove", "nowhere", "prove.events")
 SHARDS = 3
 KEYS = 240
+TENANTS = ("one", "two")
 WRITERS = 24
 PROCESSES = 3
 LEASE = 0.001
@@ -176,11 +177,17 @@ _LEDGER = text(
 def _delivery(key: str, version: int) -> Delivery:
     event_id, body = clock.current().new_id(), f"{key} {version}".encode()
     headers = {"event_id": str(event_id), "version": str(version)}
-    return Delivery(event_id, "prove.happened", ROUTE.id, shard_of(key), 1, ROUTE.topic, key, None, headers, body)
+    shard, tenant = shard_of(key), tenant_of(key)
+    return Delivery(event_id, "prove.happened", ROUTE.id, shard, 1, ROUTE.topic, key, tenant, headers, body)
 
 
 def shard_of(key: str) -> int:
     return int(key.lstrip("bulk")) % SHARDS
+
+
+def tenant_of(key: str) -> str | None:
+    """One of those that take detours, or nobody."""
+    return (None, *TENANTS)[int(key.lstrip("bulk")) // SHARDS % (len(TENANTS) + 1)]
 
 
 async def write(url: str, writers: Sequence[int], until: int, seed: int, *, two_phase: bool, pace: float) -> Written:
@@ -220,6 +227,10 @@ class Found:
     parked: int = 0
     owners: int = 0
     rebuilt: int = 0
+    parted: int = 0
+    joined: int = 0
+    detoured: int = 0
+    """Rows that went by a detour."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -253,7 +264,7 @@ class Reader:
         lane = await self._take(None)
         while True:
             over, draw = written.is_set(), self._draw
-            lane = await self._turn(lane)
+            lane = await self._turn(await self._divide(lane, over))
             if draw.random() < 0.03:
                 lane = await self._take(lane)
             if draw.random() < 0.1:
@@ -261,10 +272,30 @@ class Reader:
             if over and lane.announced is None and not lane.waiting and await self._is_empty(lane):
                 return self.found
 
+    async def _divide(self, lane: Lane, over: bool) -> Lane:
+        """Now and then somebody gets a detour, or comes back from it."""
+        draw, detours = self._draw, lane.detours or {}
+        if draw.random() < (0.0 if over else 0.02):
+            tenant = draw.choice(TENANTS)
+            if lane.announced is not None:
+                lane = await self._store.settle(lane)
+            self.found.parted += tenant not in detours
+            return await self._store.part(lane, [tenant])
+        if detours and draw.random() < (0.3 if over else 0.05):
+            if lane.announced is not None:
+                lane = await self._store.settle(lane)
+            lane = await self._store.join(lane, TENANTS)
+            self.found.joined += len(detours) - len(lane.detours or ())
+        return lane
+
     async def _turn(self, lane: Lane) -> Lane:
         draw, found = self._draw, self.found
         limit = draw.choice((1, 2, 3, 5, 8, 30, 300))
-        page = await self._store.poll(lane, limit=limit, max_bytes=draw.choice((4_194_304, 4_194_304, 4_194_304, 60)))
+        max_bytes = draw.choice((4_194_304, 4_194_304, 4_194_304, 60))
+        detour = draw.choice((None, *(lane.detours or ())))
+        page = await self._store.poll(lane, limit=limit, max_bytes=max_bytes, detour=detour)
+        if page.cursor is None:
+            return lane
         window: Window = page.cursor.window
         found.polls += 1
         found.pages += window.more or window.start.paging is not None
@@ -274,7 +305,7 @@ class Reader:
             if lane.announced is not None:
                 return await self._store.settle(lane)
             await asyncio.sleep(0.001)
-            if draw.random() < 0.7:
+            if draw.random() < 0.7 and not page.passed:
                 return lane
             return await self._store.announce(lane, Batch(cursor=page.cursor), settle=False)
         if draw.random() < 0.02 and self._name not in await self._store.ready([ROUTE.id]):
@@ -283,6 +314,7 @@ class Reader:
         if fresh and draw.random() < 0.3:
             fresh = fresh[: draw.randint(1, len(fresh))]
             found.cut += 1
+        found.detoured += len(fresh) if detour is not None else 0
         late = {*window.late}
         found.late += sum(row.id in late for row in fresh)
         return await self._announce(lane, self._plan(lane, page.redo, fresh), page.cursor)
@@ -364,7 +396,7 @@ class Reader:
 
     async def _is_empty(self, lane: Lane) -> bool:
         page = await self._store.poll(lane, limit=1)
-        return not page.fresh and page.cursor.window.start.paging is None
+        return not lane.detours and not page.fresh and not page.passed and page.cursor.window.start.paging is None
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
@@ -461,7 +493,10 @@ async def prove(
     }
 
 
-_COUNTS = ("polls", "pages", "late", "cut", "rejected", "parked", "owners", "rebuilt")
+_COUNTS = (
+    *("polls", "pages", "late", "cut", "rejected", "parked", "owners", "rebuilt"),
+    *("parted", "joined", "detoured"),
+)
 
 
 async def _write_in_processes(url: str, events: int, seed: int, two_phase: bool, processes: int) -> list[Written]:

@@ -552,6 +552,11 @@ def _the_lane_sends_what_goes_by_a_detour(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory_log, "detour_of", lambda lane, tenant: detour_of(lane, tenant) and None)
 
 
+@mutant("I", log=True)
+def _a_detour_goes_back_to_where_its_lane_is(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cursor, "leads", lambda _self, _other: True)
+
+
 @mutant("I9", log=True)
 def _what_was_passed_over_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fairness.Detours, "moved_on", lambda _self, _detours, **_: None)

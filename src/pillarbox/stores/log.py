@@ -218,7 +218,7 @@ class _Found(msgspec.Struct, frozen=True):
     asked: dict[int, int]
     """People's requests, each with the row that it is about."""
     passed: bool
-    """Whether the cursor should move, even if there is nothing to send."""
+    """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
 
 
 def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
@@ -240,13 +240,9 @@ def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], de
 
 
 def _may_find(lane: Lane, detour: str) -> bool:
-    """Whether the lane has passed over anything since the detour was last looked at. In the middle of late rows either
-    may be the one that knows more.
-    """
+    """Whether the lane may have passed over anything since the detour was last looked at."""
     start, main = position(lane, detour), position(lane)
-    return start.paging is not None or (
-        start != main and main.high >= start.high and not main.seen.lies_below(start.seen)
-    )
+    return start.paging is not None or (start != main and main.leads(start))
 
 
 def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
@@ -256,7 +252,11 @@ def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -
     if start.paging is None or found.rows:
         return found
     # What was left of the late rows has been discarded, or goes by a detour.
-    found = _look_from(Cursor(start.high, start.paging), connection, lane, detour, room)
+    behind = Cursor(start.high, start.paging)
+    if detour is None or position(lane).leads(behind):
+        found = _look_from(behind, connection, lane, detour, room)
+    else:
+        found = replace(found, look=replace(found.look, window=Window(behind, behind.seen)))
     return replace(found, passed=True)
 
 
@@ -376,11 +376,14 @@ class _Looked(msgspec.Struct, frozen=True):
             reach=0 if cut or more else reach,
         )
         step = 1 if self.detour is None else _WORTH_A_WRITE
+        passed = passed or self.start.paging is not None  # what is behind them was not looked at
+        if not rows:
+            passed = passed or passed_late is not None or reach >= self.start.high + step
         return _Found(
             Look(window, server, self.detour),
             rows,
             {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
-            passed or passed_late is not None or reach >= self.start.high + step,
+            passed,
         )
 
 

@@ -92,8 +92,10 @@ class MemoryLogStore(MemoryStore):
         rows = [self._rows[row].row for row in window.ids]
         if held := frozenset({row.tenant for row in rows}.intersection(paused)):
             return replace(page, held=held)
-        moves = window.start != start or window.after(0).high > start.high or self._is_late(lane, start)
-        return replace(page, fresh=tuple(rows), passed=detour is None and moves, cursor=MemoryLook(window, detour))
+        moves = start.paging is not None
+        if detour is None and not rows:
+            moves = moves or window.after(0).high > start.high or self._is_late(lane, start)
+        return replace(page, fresh=tuple(rows), passed=moves, cursor=MemoryLook(window, detour))
 
     def _is_late(self, lane: Lane, start: Cursor) -> bool:
         """Whether there is any late row, for whomever."""
@@ -107,14 +109,17 @@ class MemoryLogStore(MemoryStore):
         dead = {row.at for row in lane.discarded}
         written = [row for row in self._written(lane.name) if snapshot.shows(row.xid)]
         if detour is not None:
-            if start.paging is None and (start.high > main.high or main.seen.lies_below(start.seen)):
+            if start.paging is None and not main.leads(start):
                 return None
             snapshot, written = main.seen, [row for row in written if row.id <= main.high]
         reach = max((row.id for row in written), default=0)
         rows = [row for row in written if row not in dead and detour_of(lane, self._tenant(row)) == detour]
         window = look(start, rows, snapshot, limit, reach)
         if start.paging is not None and not window.ids:
-            window = look(Cursor(start.high, start.paging), rows, snapshot, limit, reach)
+            behind = Cursor(start.high, start.paging)
+            if detour is not None and not main.leads(behind):
+                return Window(behind, behind.seen)
+            window = look(behind, rows, snapshot, limit, reach)
         size, fitting = 0, 0
         for row in window.ids:
             size += len(self._rows[row].row.body)

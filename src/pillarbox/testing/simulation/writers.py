@@ -41,8 +41,8 @@ class Writers:
         self._bitterness = draw.choice(BITTERNESS)
         self.deadly = draw.random() < 0.1
         """Whether there are events that kill whoever sends them."""
-        self._floods = draw.random() < 0.2
-        """Whether a tenant may write so much at once that it gets a detour."""
+        self._flood = 0 if self.deadly else draw.choice((0, 0, 0, 10, 30))
+        """How many times more than others a tenant writes once, so that it gets a detour."""
         self.open: list[Transaction] = []
 
     def plan(self, seconds: float) -> None:
@@ -63,8 +63,8 @@ class Writers:
         locked = {key for transaction in self.open for key in transaction.keys}
         free = [key for key in self._keys if key not in locked]
         keys = [draw.choice(free) for _ in range(draw.choice((1, 1, 2, 4)))] if free else []
-        if self._floods and keys and keys[0].tenant is not None:
-            keys *= draw.choice((1, 10, 30))
+        if self._flood and keys and keys[0].tenant is not None:
+            keys, self._flood = keys * self._flood, 0
         deliveries = [delivery for key in keys for delivery in self._event(key)]
         transaction = Transaction(xid, store.reserve(len(deliveries)), deliveries, set(keys))
         self.open.append(transaction)
