@@ -486,12 +486,12 @@ _MARK = text(
         SELECT l.cursor, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high
         FROM pillarbox_lanes l WHERE l.route = :route AND l.shard = :shard
     ), page AS MATERIALIZED (
-        SELECT o.id, o.xid, o.ctid AS place FROM pillarbox_outbox o
+        SELECT o.id, o.xid, o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT'
           AND o.id > :after AND o.id <= (SELECT high FROM lane)
         ORDER BY o.id LIMIT :limit
     ), redone AS MATERIALIZED ({_REDONE}), passed AS MATERIALIZED (
-        SELECT page.place, coalesce(redone.batch, j.batch) AS batch,
+        SELECT page.part, page.place, coalesce(redone.batch, j.batch) AS batch,
                coalesce(redone.settled_at, j.settled_at, clock_timestamp()) AS sent_at
         FROM page CROSS JOIN lane LEFT JOIN redone ON redone.id = page.id
         LEFT JOIN LATERAL (
@@ -505,7 +505,7 @@ _MARK = text(
         )
     ), marked AS (
         UPDATE pillarbox_outbox o SET status = 'SENT', sent_at = passed.sent_at, batch = passed.batch
-        FROM passed WHERE o.ctid = passed.place RETURNING 1
+        FROM passed WHERE o.ctid = passed.place AND o.tableoid = passed.part RETURNING 1
     )
     SELECT (SELECT max(id) FROM page) AS last, (SELECT count(*) FROM marked) AS marked
     """  # noqa: S608  constants
@@ -513,10 +513,10 @@ _MARK = text(
 _FROM_FAILURES = text(
     f"""
     WITH redone AS MATERIALIZED ({_REDONE}), failed AS MATERIALIZED (
-        SELECT f.*, place.ctid AS place, redone.settled_at
+        SELECT f.*, place.part, place.ctid AS place, redone.settled_at
         FROM pillarbox_failures f CROSS JOIN unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status)
         CROSS JOIN LATERAL (
-            SELECT o.ctid FROM pillarbox_outbox o
+            SELECT o.tableoid AS part, o.ctid FROM pillarbox_outbox o
             WHERE {_HERE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = f.row_id ORDER BY o.id LIMIT 1
         ) place LEFT JOIN redone ON f.status = 'SENT' AND redone.id = f.row_id
         WHERE f.route = :route AND f.shard = :shard
@@ -526,7 +526,7 @@ _FROM_FAILURES = text(
         last_error = coalesce(failed.last_error, o.last_error), event_id = coalesce(failed.event_id, o.event_id),
         headers = coalesce(failed.headers, o.headers), body = coalesce(failed.body, o.body),
         sent_at = CASE WHEN failed.status = 'SENT' THEN coalesce(failed.settled_at, clock_timestamp()) END
-    FROM failed WHERE o.ctid = failed.place
+    FROM failed WHERE o.ctid = failed.place AND o.tableoid = failed.part
     """  # noqa: S608  constants
 )
 _FORGET_FAILURES = text("DELETE FROM pillarbox_failures WHERE route = :route AND shard = :shard")

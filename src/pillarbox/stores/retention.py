@@ -348,19 +348,20 @@ _LOG_PAGE = text(
 )
 _REMOVE = text(
     f"""
-    WITH gone AS (
-        DELETE FROM pillarbox_outbox WHERE ctid = ANY (ARRAY(
-            SELECT found.ctid
-            FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
-                        CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
-            CROSS JOIN LATERAL (
-                SELECT o.ctid FROM pillarbox_outbox o
-                LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
-                WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
-                  AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {_BEHIND})
-                LIMIT 1
-            ) found
-        ))
+    WITH found AS MATERIALIZED (
+        SELECT found.part, found.place
+        FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
+                    CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
+        CROSS JOIN LATERAL (
+            SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
+            LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
+            WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
+              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {_BEHIND})
+            LIMIT 1
+        ) found
+    ), gone AS (
+        DELETE FROM pillarbox_outbox
+        WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
         RETURNING route, shard, id
     ), records AS (
         DELETE FROM pillarbox_failures f USING gone
@@ -370,7 +371,8 @@ _REMOVE = text(
     SELECT count(*) FROM gone
     """  # noqa: S608  constants
 )
-"""By their places in the table, which nobody changes: a row of a log, or one that is at its end, is never updated."""
+"""By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end, is
+never updated."""
 
 # What remains of what a batch had passed: failures, mostly.
 _REMAINING = text(
