@@ -37,13 +37,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from ..cursor import Cursor, Snapshot
 from ..errors import BatchMismatchError, StoreError
 from ..outbox import Announcement, Lane, LaneName, Row
-from . import log_sql
+from . import log_sql, part_indexes
 from .announced import Contents, contents_of
 from .append import route_record
 from .columns import from_now
 from .leases import stored
 from .log import LogStore
 from .operations import Author
+from .partitions import layout
 from .tables import audit, lanes, meta, routes
 
 PATIENCE = 5.0
@@ -352,18 +353,25 @@ class Conversion:
                 raise StoreError(
                     "an index of pillarbox_outbox is being built right now: run this again when it is there"
                 )
+            partitioned = (await connection.run_sync(layout)).partitioned
             if (await connection.execute(_INDEX)).first() is not None:  # what is left of a build that was ended
-                await connection.execute(_DROP_INDEX)
-            self._tell("building the index ix_pillarbox_outbox_xid, which waits for transactions that are open now")
-            await connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY")))
+                await (part_indexes.drop(self._engine, _XID) if partitioned else connection.execute(_DROP_INDEX))
+            self._tell(f"building the index {_XID}, which waits for transactions that are open now")
+            if partitioned:
+                await part_indexes.build(self._engine, _XID, INDEX)
+            else:
+                await connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY")))
         self.progress.index = True
 
     async def _drop_index(self) -> None:
         if self.progress.left or self.progress.unfinished or await self._others():
             return
         async with self._each_alone.connect() as connection:
-            self._tell("dropping the index ix_pillarbox_outbox_xid")
-            await connection.execute(_DROP_INDEX)
+            self._tell(f"dropping the index {_XID}")
+            if (await connection.run_sync(layout)).partitioned:
+                await part_indexes.drop(self._engine, _XID)
+            else:
+                await connection.execute(_DROP_INDEX)
         self.progress.index = True
 
 
@@ -414,10 +422,14 @@ async def _check_time(connection: AsyncConnection, lane: Lane) -> None:
 _TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:key)")
 _NOW = text("SELECT CAST(pg_current_snapshot() AS text)")
 _BY_INDEX = text("SET LOCAL enable_seqscan = off")  # whatever the statistics say
+_XID = "ix_pillarbox_outbox_xid"
 _INDEX = text(
     "SELECT i.indisvalid FROM pg_index i WHERE i.indexrelid = CAST(to_regclass('ix_pillarbox_outbox_xid') AS oid)"
 )
-_BEING_BUILT = text("SELECT 1 FROM pg_stat_progress_create_index WHERE relid = CAST('pillarbox_outbox' AS regclass)")
+_BEING_BUILT = text(
+    "SELECT 1 FROM pg_stat_progress_create_index WHERE relid = CAST('pillarbox_outbox' AS regclass) "
+    "OR relid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = CAST('pillarbox_outbox' AS regclass))"
+)
 _DROP_INDEX = text("DROP INDEX CONCURRENTLY IF EXISTS ix_pillarbox_outbox_xid")
 _READERS = text(
     "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted "
