@@ -138,7 +138,9 @@ def _planned(plan: Plan) -> str:
 
 
 def _days(found: Any) -> str:
-    return f"{number(len(found), 'day')} ({found[0]} to {found[-1]})" if found else "no day"
+    if len(found) < 2:
+        return f"1 day ({found[0]})" if found else "no day"
+    return f"{len(found)} days ({found[0]} to {found[-1]})"
 
 
 def _told(plan: Plan, report: dict[str, Any]) -> str:

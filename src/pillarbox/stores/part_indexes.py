@@ -21,8 +21,8 @@ _PAUSE = 0.2
 
 async def build(engine: AsyncEngine, name: str, definition: str) -> None:
     """Build it on every partition, then on the outbox. What is left of a build that was ended is built again."""
-    async with engine.connect() as connection:
-        await connection.execution_options(isolation_level="AUTOCOMMIT")
+    async with engine.connect() as opened:
+        connection = await opened.execution_options(isolation_level="AUTOCOMMIT")
         for part in (await connection.execute(_PARTS, {"index": name})).all():
             if part.valid is False:
                 await connection.exec_driver_sql(f"DROP INDEX CONCURRENTLY {part.index}")
