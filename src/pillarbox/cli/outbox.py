@@ -52,6 +52,7 @@ from .output import (
     signed,
     table,
 )
+from .partitions import command as partition
 from .rebase import command as rebase
 
 _PORTION = 500
@@ -70,6 +71,7 @@ def command() -> None:
 
 command.add_command(rebase)
 command.add_command(convert)
+command.add_command(partition)
 
 # -- looking -----------------------------------------------------------------------------------------------------------
 

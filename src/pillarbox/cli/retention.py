@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..errors import StoreError
 from ..settings import Settings
 from ..stores import archive as archives
-from ..stores import retention
+from ..stores import days, retention
 from ..stores.archive import Archived, Summary, Unfinished, Writer
 from ..stores.operations import Author
 from ..stores.retention import Page, Position, Scope, Stretch
+from . import partitions
 from .database import ask, load_settings, run
 from .outbox import changing, command, duration, signals
 from .output import CommandError, Exit, Number, Whole, check_text, confirm, confirmed, emit, number, options, signed
@@ -77,23 +78,30 @@ class _Survey:
     """What may go."""
 
     scope: Scope
-    places: list[Stretch]
+    places: Sequence[Stretch]
     count: int
+    days: partitions.Days | None = None
+    """Where the outbox has partitions, and they are what goes."""
 
 
-async def _surveyed(settings: Settings, older_than: float, route: str | None) -> _Survey:
+async def _surveyed(settings: Settings, older_than: float, route: str | None, *, by_days: bool = False) -> _Survey:
     async with changing(settings) as engine:
         async with engine.begin() as connection:
             scope = await connection.run_sync(lambda it: retention.scope(it, older_than=older_than, route=route))
-            places = await connection.run_sync(retention.stretches, scope)
-        count = 0
+            lanes = places = await connection.run_sync(retention.stretches, scope)
+            whole = None
+            if by_days:
+                found = await connection.run_sync(days.survey, scope, places)
+                places = [*found.places]
+                whole = partitions.Days(found, scope, lanes) if found.layout.partitioned else None
+        count = 0 if whole is None else whole.rows
         for place in places:
             page = Page((), ())
             while page.after is not None:
                 async with engine.begin() as connection:
                     page = await connection.run_sync(retention.page, scope, place, page.after, _COUNTED)
                 count += len(page.keys)
-    return _Survey(scope, places, count)
+    return _Survey(scope, places, count, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,16 @@ class _Run:
         order, details = self.order, {"count": self.done + done, **self.details, **more}
         return retention.note(connection, order.author, order.action, order.target, details=details, entry=self.audit)
 
+    def note_days(self, connection: Connection, done: int, dropped: list[str]) -> int:
+        """The same, about days that this transaction drops."""
+        return self.note(connection, done, days=dropped)
+
+    def counted_days(self, done: int, entry: int, dropped: list[str]) -> None:
+        """They are gone. That was no work, so there is no pace to keep."""
+        self.audit, self.details["days"] = entry, dropped
+        self.done += done
+        self.step(done)
+
     async def clear_journal(self, places: Iterable[Stretch]) -> None:
         """Let go of what the journal says about rows that are gone."""
         for place in places:
@@ -212,7 +230,7 @@ def _told(report: dict[str, Any], done: str) -> str:
     if report["dry_run"] and report["selected"]:
         return f"{action}: {selected} would be {done}"
     lines = [f"{action}: nothing to do"]
-    if report["done"] or report["left"]:
+    if report["done"] or report["left"] or report["audit"]:
         lines = [f"{action}: {number(report['done'], 'delivery')} {done}, audit entry {report['audit'] or '-'}"]
     if report["journal"]:
         lines.append(f"{number(report['journal'], 'line')} of the journal deleted")
@@ -227,6 +245,7 @@ def _told(report: dict[str, Any], done: str) -> str:
 @command.command()
 @_chosen
 @_limits
+@partitions.ahead
 @signed
 @confirmed
 @options
@@ -236,6 +255,7 @@ def prune(
     *,
     older_than: float,
     route: str | None,
+    ahead: int,
     dry_run: bool,
     yes: bool,
     by: str,
@@ -247,21 +267,28 @@ def prune(
     What waits, has failed, is on its way or may still appear stays, however old it is.
     """
     settings = load_settings(config)
-    found = run(_surveyed(settings, older_than, route))
+    found = run(_surveyed(settings, older_than, route, by_days=True))
     report, code = _report("prune", found.count, dry_run=dry_run), Exit.FINE
     if not dry_run:
         if found.count:
             confirm(f"delete {number(found.count, 'delivery')} of the outbox for ever", yes=yes)
         target = f"older than {older_than:g} s" + ("" if route is None else f", route {route}")
-        done, code = run(_prune(settings, found, _Order(Author(by, reason), "prune", target, **limits)))
+        order = _Order(Author(by, reason), "prune", target, **limits)
+        done, code = run(_prune(settings, found, order, ahead=ahead))
         report |= done
-    _end(report, _told(report, "deleted"), code, as_json=as_json)
+    if found.days is not None:
+        report |= found.days.report()
+    _end(report, "\n".join([_told(report, "deleted"), *partitions.lines(report)]), code, as_json=as_json)
 
 
-async def _prune(settings: Settings, found: _Survey, order: _Order) -> tuple[dict[str, Any], Exit]:
+async def _prune(settings: Settings, found: _Survey, order: _Order, *, ahead: int) -> tuple[dict[str, Any], Exit]:
     async with _working(settings, order, found.count) as work:
+        if found.days is not None:
+            await found.days.drop(work.engine, work.told, work.note_days, work.counted_days)
         await work.walk(found, partial(_delete_page, work=work, scope=found.scope))
-        await work.clear_journal(found.places)
+        await work.clear_journal(found.places if found.days is None else found.days.lanes)
+        if found.days is not None and found.days.found.layout.owned and not work.told.done():
+            await found.days.make(work.engine, order.author, work.told, ahead=ahead)
     return work.ended(found.count)
 
 

@@ -37,13 +37,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from ..cursor import Cursor, Snapshot
 from ..errors import BatchMismatchError, StoreError
 from ..outbox import Announcement, Lane, LaneName, Row
-from . import log_sql
+from . import log_sql, part_indexes
 from .announced import Contents, contents_of, decode_detours
 from .append import route_record
 from .columns import from_now
 from .leases import stored
 from .log import LogStore
 from .operations import Author
+from .partitions import layout
 from .tables import audit, lanes, meta, routes
 
 PATIENCE = 5.0
@@ -352,18 +353,25 @@ class Conversion:
                 raise StoreError(
                     "an index of pillarbox_outbox is being built right now: run this again when it is there"
                 )
+            partitioned = (await connection.run_sync(layout)).partitioned
             if (await connection.execute(_INDEX)).first() is not None:  # what is left of a build that was ended
-                await connection.execute(_DROP_INDEX)
-            self._tell("building the index ix_pillarbox_outbox_xid, which waits for transactions that are open now")
-            await connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY")))
+                await (part_indexes.drop(self._engine, _XID) if partitioned else connection.execute(_DROP_INDEX))
+            self._tell(f"building the index {_XID}, which waits for transactions that are open now")
+            if partitioned:
+                await part_indexes.build(self._engine, _XID, INDEX)
+            else:
+                await connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY")))
         self.progress.index = True
 
     async def _drop_index(self) -> None:
         if self.progress.left or self.progress.unfinished or await self._others():
             return
         async with self._each_alone.connect() as connection:
-            self._tell("dropping the index ix_pillarbox_outbox_xid")
-            await connection.execute(_DROP_INDEX)
+            self._tell(f"dropping the index {_XID}")
+            if (await connection.run_sync(layout)).partitioned:
+                await part_indexes.drop(self._engine, _XID)
+            else:
+                await connection.execute(_DROP_INDEX)
         self.progress.index = True
 
 
@@ -416,10 +424,14 @@ async def _check_time(connection: AsyncConnection, lane: Lane) -> None:
 _TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:key)")
 _NOW = text("SELECT CAST(pg_current_snapshot() AS text)")
 _BY_INDEX = text("SET LOCAL enable_seqscan = off")  # whatever the statistics say
+_XID = "ix_pillarbox_outbox_xid"
 _INDEX = text(
     "SELECT i.indisvalid FROM pg_index i WHERE i.indexrelid = CAST(to_regclass('ix_pillarbox_outbox_xid') AS oid)"
 )
-_BEING_BUILT = text("SELECT 1 FROM pg_stat_progress_create_index WHERE relid = CAST('pillarbox_outbox' AS regclass)")
+_BEING_BUILT = text(
+    "SELECT 1 FROM pg_stat_progress_create_index WHERE relid = CAST('pillarbox_outbox' AS regclass) "
+    "OR relid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = CAST('pillarbox_outbox' AS regclass))"
+)
 _DROP_INDEX = text("DROP INDEX CONCURRENTLY IF EXISTS ix_pillarbox_outbox_xid")
 _READERS = text(
     "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted "
@@ -488,12 +500,12 @@ _MARK = text(
         SELECT l.cursor, l.detours, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high
         FROM pillarbox_lanes l WHERE l.route = :route AND l.shard = :shard
     ), page AS MATERIALIZED (
-        SELECT o.id, o.xid, o.tenant, o.ctid AS place FROM pillarbox_outbox o
+        SELECT o.id, o.xid, o.tenant, o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT'
           AND o.id > :after AND o.id <= (SELECT high FROM lane)
         ORDER BY o.id LIMIT :limit
     ), redone AS MATERIALIZED ({_REDONE}), passed AS MATERIALIZED (
-        SELECT o.place, coalesce(redone.batch, j.batch) AS batch,
+        SELECT o.part, o.place, coalesce(redone.batch, j.batch) AS batch,
                coalesce(redone.settled_at, j.settled_at, clock_timestamp()) AS sent_at
         FROM page o CROSS JOIN lane l LEFT JOIN redone ON redone.id = o.id
         LEFT JOIN LATERAL (
@@ -507,7 +519,7 @@ _MARK = text(
         )
     ), marked AS (
         UPDATE pillarbox_outbox o SET status = 'SENT', sent_at = passed.sent_at, batch = passed.batch
-        FROM passed WHERE o.ctid = passed.place RETURNING 1
+        FROM passed WHERE o.ctid = passed.place AND o.tableoid = passed.part RETURNING 1
     )
     SELECT (SELECT max(id) FROM page) AS last, (SELECT count(*) FROM marked) AS marked
     """  # noqa: S608  constants
@@ -515,10 +527,10 @@ _MARK = text(
 _FROM_FAILURES = text(
     f"""
     WITH redone AS MATERIALIZED ({_REDONE}), failed AS MATERIALIZED (
-        SELECT f.*, place.ctid AS place, redone.settled_at
+        SELECT f.*, place.part, place.ctid AS place, redone.settled_at
         FROM pillarbox_failures f CROSS JOIN unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status)
         CROSS JOIN LATERAL (
-            SELECT o.ctid FROM pillarbox_outbox o
+            SELECT o.tableoid AS part, o.ctid FROM pillarbox_outbox o
             WHERE {_HERE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = f.row_id ORDER BY o.id LIMIT 1
         ) place LEFT JOIN redone ON f.status = 'SENT' AND redone.id = f.row_id
         WHERE f.route = :route AND f.shard = :shard
@@ -528,7 +540,7 @@ _FROM_FAILURES = text(
         last_error = coalesce(failed.last_error, o.last_error), event_id = coalesce(failed.event_id, o.event_id),
         headers = coalesce(failed.headers, o.headers), body = coalesce(failed.body, o.body),
         sent_at = CASE WHEN failed.status = 'SENT' THEN coalesce(failed.settled_at, clock_timestamp()) END
-    FROM failed WHERE o.ctid = failed.place
+    FROM failed WHERE o.ctid = failed.place AND o.tableoid = failed.part
     """  # noqa: S608  constants
 )
 _FORGET_FAILURES = text("DELETE FROM pillarbox_failures WHERE route = :route AND shard = :shard")

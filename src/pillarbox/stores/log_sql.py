@@ -423,16 +423,17 @@ DONE = (
     # What failed in a queue has its status from there, with which no look takes it for fresh; now that is over.
     text(
         f"""
-        UPDATE pillarbox_outbox SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL
-        WHERE ctid = ANY (ARRAY(
-            SELECT o.place FROM unnest(CAST(:ids AS bigint[])) AS i(id)
+        WITH found AS MATERIALIZED (
+            SELECT o.part, o.place FROM unnest(CAST(:ids AS bigint[])) AS i(id)
             CROSS JOIN unnest(ARRAY['RETRYING', 'PARKED', 'FAILED']) AS s(status)
             CROSS JOIN LATERAL (
-                SELECT o.ctid AS place FROM pillarbox_outbox o
+                SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
                 WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = i.id ORDER BY o.id LIMIT 1
             ) o
             WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = i.id)
-        ))
+        )
+        UPDATE pillarbox_outbox SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL
+        WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
         """  # noqa: S608  constants
     ),
 )

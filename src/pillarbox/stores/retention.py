@@ -72,6 +72,7 @@ class Stretch:
     """In a log: the cursor of the last batch that is old enough. Without one, and with a lane, the journal is empty."""
     upto: tuple[int, int] = (0, 0)
     """In a log: where that batch stands in the journal, its high and its number."""
+    # Of the ids of events.
     first: UUID = _FIRST
     last: UUID = _LAST
 
@@ -93,7 +94,7 @@ class Page:
 
 def scope(connection: Connection, *, older_than: float, route: str | None = None) -> Scope:
     """What an age means now. `StoreError` if this database cannot tell what may go, or has no such route."""
-    _guard(connection)
+    guard(connection)
     if route is not None and connection.scalar(select(routes.c.id).where(routes.c.id == stable_hash(route))) is None:
         raise StoreError(f"there is no route {route!r}: see `pillarbox lanes list`")
     before, now = connection.execute(select(from_now(-older_than), from_now())).one()
@@ -164,7 +165,10 @@ def _log_page(connection: Connection, scope: Scope, stretch: Stretch, after: Pos
         "before": scope.before,
         "limit": limit,
     }
-    rows = connection.execute(_LOG_PAGE, asked).all()
+    statement = _LOG_PAGE
+    if (stretch.first, stretch.last) != (_FIRST, _LAST):
+        statement, asked = _LOG_PAGE_OF_RANGE, asked | {"first": str(stretch.first), "last": str(stretch.last)}
+    rows = connection.execute(statement, asked).all()
     return Page(_keys(rows), (rows[-1].id,) if len(rows) == limit else None)
 
 
@@ -195,7 +199,7 @@ def _is_postgres(connection: Connection) -> bool:
     return connection.dialect.name == "postgresql"
 
 
-def _guard(connection: Connection) -> None:
+def guard(connection: Connection) -> None:
     """A log is pruned only where its cursors mean what they meant, by somebody from whom no policy hides a failure."""
     if not _is_postgres(connection):
         return
@@ -226,7 +230,7 @@ def remove(connection: Connection, keys: Sequence[RowKey]) -> int:
             outbox.c.id.in_(sorted(key.id for key in keys)), outbox.c.status.in_((Status.SENT, Status.DISCARDED))
         )
         return int(connection.execute(gone).rowcount)
-    _guard(connection)
+    guard(connection)
     return int(connection.execute(_REMOVE, identities(keys)).scalar_one())
 
 
@@ -314,7 +318,7 @@ _WAITS = """(
     )"""
 _CURSOR = "pillarbox_cursor(l.cursor, l.detours, o.tenant)"
 _XMIN = f"pg_snapshot_xmin(CAST(split_part({_CURSOR}, ' ', 2) AS pg_snapshot))"
-_BEHIND = f"""(
+BEHIND = f"""(
     o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= CAST(split_part({_CURSOR}, ' ', 1) AS bigint)
     AND (o.xid IS NULL OR o.xid < {_XMIN}) AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
 )"""
@@ -338,7 +342,7 @@ _SETTLED = text(
 )
 _LOG_PAGE = text(
     f"""
-    SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {_BEHIND} AND o.created_at < :before
+    SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
            AND (CAST(:passed AS text) IS NULL OR pillarbox_covered(CAST(:passed AS text), o.id, o.xid)) AS may_go
     FROM pillarbox_lanes l CROSS JOIN LATERAL (
         SELECT o.* FROM pillarbox_outbox o
@@ -349,21 +353,25 @@ _LOG_PAGE = text(
     WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id
     """  # noqa: S608  constants
 )
+_OF_RANGE = "AND o.event_id >= CAST(:first AS uuid) AND o.event_id < CAST(:last AS uuid)"
+_LOG_PAGE_OF_RANGE = text(_LOG_PAGE.text.replace("AND o.id > :after", f"AND o.id > :after {_OF_RANGE}"))
+"""The same, in the partitions of a range."""
 _REMOVE = text(
     f"""
-    WITH gone AS (
-        DELETE FROM pillarbox_outbox WHERE ctid = ANY (ARRAY(
-            SELECT found.ctid
-            FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
-                        CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
-            CROSS JOIN LATERAL (
-                SELECT o.ctid FROM pillarbox_outbox o
-                LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
-                WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
-                  AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {_BEHIND})
-                LIMIT 1
-            ) found
-        ))
+    WITH found AS MATERIALIZED (
+        SELECT found.part, found.place
+        FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
+                    CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
+        CROSS JOIN LATERAL (
+            SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
+            LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
+            WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
+              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND})
+            LIMIT 1
+        ) found
+    ), gone AS (
+        DELETE FROM pillarbox_outbox
+        WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
         RETURNING route, shard, id
     ), records AS (
         DELETE FROM pillarbox_failures f USING gone
@@ -373,7 +381,8 @@ _REMOVE = text(
     SELECT count(*) FROM gone
     """  # noqa: S608  constants
 )
-"""By their places in the table, which nobody changes: a row of a log, or one that is at its end, is never updated."""
+"""By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end, is
+never updated."""
 
 # What remains of what a batch had passed: failures, mostly.
 _REMAINING = text(
