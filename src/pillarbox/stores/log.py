@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -44,6 +45,7 @@ class LogStore(QueueStore):
     def __init__(self, engine: AsyncEngine) -> None:
         super().__init__(engine)
         self._warned = False
+        self._rows = RowReader()
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
@@ -110,7 +112,7 @@ class LogStore(QueueStore):
     async def poll(self, lane: Lane, *, limit: int, max_bytes: int = 4_194_304, paused: Collection[str] = ()) -> Page:
         if lane.cursor is None:
             return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused)
-        return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))
+        return await self.each_alone(partial(_poll, reader=self._rows), lane, limit, max_bytes, sorted(paused))
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if lane.cursor is None:
@@ -179,11 +181,27 @@ class Look(msgspec.Struct, frozen=True):
     """Where we looked. After a failover others may use the numbers that we have seen."""
 
 
-def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str]) -> Page:
+class RowReader:
+    """How a look gets its rows: here all of them from the table, with the look itself."""
+
+    def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A look that is mostly enough; rows that are too large may lack their bodies."""
+        return sql.GLANCES[bool(parameters["running"])].fetch(connection, parameters)
+
+    def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A closer look, with all bodies that the bytes allow."""
+        found = looks.light.fetch(connection, parameters)
+        return looks.sized.fetch(connection, parameters) if _lacks_bodies(found) else found
+
+
+def _poll(
+    connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str], *, reader: RowReader
+) -> Page:
     start = position(lane)
-    look, rows, asked = _look(connection, lane, start, limit, max_bytes)
+    look, rows, asked = _look(connection, lane, start, limit, max_bytes, reader=reader)
     if start.paging is not None and not rows:  # what was left of the late rows has been discarded
-        look, rows, asked = _look(connection, lane, Cursor(start.high, start.paging), limit, max_bytes)
+        seen = Cursor(start.high, start.paging)
+        look, rows, asked = _look(connection, lane, seen, limit, max_bytes, reader=reader)
     held: list[Row] = []
     if paused:
         held = [row for row in rows if row.tenant in paused]
@@ -202,7 +220,7 @@ def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused
 
 
 def _look(
-    connection: Connection, lane: Lane, start: Cursor, limit: int, max_bytes: int
+    connection: Connection, lane: Lane, start: Cursor, limit: int, max_bytes: int, *, reader: RowReader
 ) -> tuple[Look, list[Row], dict[int, int]]:
     """What comes next, with its rows; and people's requests, each with the row that it is about."""
     parameters = {
@@ -214,29 +232,24 @@ def _look(
         "discarded": sorted(row.id for row in lane.discarded),
     }
     if start.paging is not None:
-        found = _found(connection, sql.PAGE, {**parameters, **_late(start.late), "done": start.done})
+        found = reader.look(connection, sql.PAGE, {**parameters, **_late(start.late), "done": start.done})
         _looked(found, start)
         return _window(found, start, start.paging, start.late, limit)
     seen = start.seen
     before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
-    found = sql.GLANCES[bool(seen.running)].fetch(connection, {**parameters, **before})
+    found = reader.glance(connection, {**parameters, **before})
     late, snapshot, _ = _looked(found, start)
     if late is None and not _lacks_bodies(found):
         return _window(found, start, snapshot, (), limit)
-    found = _found(connection, sql.POLL, {**parameters, **before})
+    found = reader.look(connection, sql.POLL, {**parameters, **before})
     count, snapshot, xids = _looked(found, start)
     if count <= limit:
         return _window(found, start, snapshot, xids, limit)
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
     more = connection.execute(sql.LATE_XIDS, {**parameters, **before, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in seen.running if snapshot.shows(xid))}))
-    found = _found(connection, sql.PAGE, {**parameters, **_late(xids), "done": 0})
+    found = reader.look(connection, sql.PAGE, {**parameters, **_late(xids), "done": 0})
     return _window(found, start, snapshot, xids, limit)
-
-
-def _found(connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
-    found = looks.light.fetch(connection, parameters)
-    return looks.sized.fetch(connection, parameters) if _lacks_bodies(found) else found
 
 
 def _lacks_bodies(found: Sequence[Any]) -> bool:
