@@ -53,6 +53,8 @@ class _StreamReader(RowReader):
         if (span := self._span(parameters)) is None:
             return self._counted(super().look(connection, looks, parameters))
         found = looks.places.fetch(connection, parameters | span)
+        if looks is sql.POLL and _told(found)[1] > parameters["limit"]:  # then they are paged through
+            return found
         return self._filled(connection, found, parameters) or super().look(connection, looks, parameters)
 
     def _span(self, parameters: dict[str, Any]) -> dict[str, int] | None:
