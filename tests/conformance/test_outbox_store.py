@@ -310,7 +310,7 @@ class TestCdcStore(DatabaseStoreContract):
         return str(request.param)
 
     @pytest.fixture
-    async def world(self, database_world: DatabaseWorld) -> AsyncIterator[World]:  # type: ignore[override]  starts and stops
+    async def world(self, database_world: DatabaseWorld) -> AsyncIterator[World]:
         world = StreamingWorld(database_world.engine)
         await world.start()
         yield world

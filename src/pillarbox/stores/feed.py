@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Literal
 
-import psycopg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from .. import telemetry
@@ -236,9 +236,15 @@ def _said(error: BaseException) -> str:
     if isinstance(error, (StreamRefused, _Unpublished)):
         return str(error)
     said = str(error).partition("\n")[0]
-    if isinstance(error, psycopg.errors.InsufficientPrivilege):
-        return redacted(f"{said}: the role of the relay needs REPLICATION, and SELECT on pillarbox_outbox")
-    return redacted(f"{type(error).__name__}: {said}")
+    hint = next((hint for words, hint in _HINTS if re.search(words, said)), "")
+    return redacted(f"{type(error).__name__}: {said}{hint}")
+
+
+# What refuses a connection has no code, only words.
+_HINTS = (
+    ("max_wal_senders", "; raise max_wal_senders"),
+    (r"(?i)wal ?sender|replication", "; the role of the relay needs REPLICATION, and a direct connection"),
+)
 
 
 def _reason(error: BaseException) -> str:
