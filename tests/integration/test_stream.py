@@ -33,6 +33,7 @@ from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
+from tests.prove.cdc import prove
 from tests.relays import running, soon
 from tests.servers import Database, Logical
 
@@ -255,27 +256,27 @@ async def test_a_large_transaction_stays_within_the_buffer(newest: Shop) -> None
     class Watched(Buffer):
         peak = 0
 
-        def put(self, row: Streamed) -> None:
-            super().put(row)
+        def put(self, row: Streamed) -> bool:
+            kept = super().put(row)
             self.peak = max(self.peak, self.bytes)
+            return kept
 
     buffer = Watched(2_000_000)
     feed = Feed(newest.box.engine, buffer, relay="bounded")
-    relay = Relay(CdcStore(newest.box.engine, buffer), {"broker": newest.broker}, name="bounded", feed=feed)
     await newest.write(1, key="k0")
-    async with running(relay):
-        await soon(lambda: feed.works)
-        await newest.complete()
-        newest.ask(
-            "INSERT INTO pillarbox_outbox "
-            "(event_id, event_type, route, shard, schema_version, topic, key, headers, body) "
-            "SELECT gen_random_uuid(), event_type, route, g % 16, schema_version, topic, key, headers, body "
-            "FROM pillarbox_outbox, generate_series(1, 100000) g"
-        )
-        async with asyncio.timeout(60):
-            await newest.broker.received(TOPIC, 100_001)
-        await soon(lambda: buffer.received == 100_000)
-    assert 0 < buffer.peak <= buffer.limit
+    feed.start(len, [LaneName(ROUTE.id, shard) for shard in range(16)])
+    await soon(lambda: feed.works)
+    newest.ask(
+        "INSERT INTO pillarbox_outbox "
+        "(event_id, event_type, route, shard, schema_version, topic, key, headers, body) "
+        "SELECT gen_random_uuid(), event_type, route, g % 16, schema_version, topic, key, headers, body "
+        "FROM pillarbox_outbox, generate_series(1, 100000) g"
+    )
+    await soon(lambda: buffer.received == 100_000)
+    assert 0.9 * buffer.limit < buffer.peak <= buffer.limit
+    sent = await Relay(CdcStore(newest.box.engine, buffer), {"broker": newest.broker}, name="bounded").drain()
+    assert sent.sent == 100_001
+    await feed.stop()
 
 
 # -- the table is the truth --------------------------------------------------------------------------------------------
@@ -494,6 +495,14 @@ async def test_h59_a_server_that_restarts_brings_its_stream_back(
 
 def _once(shop: Shop) -> dict[str, list[int]]:
     return {key: [*dict.fromkeys(numbers)] for key, numbers in shop.arrived().items()}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", ["logical", "logical-oldest"])
+async def test_h58_whatever_transactions_do_while_streams_are_lost(fresh_database: FreshDatabase, kind: str) -> None:
+    """`make prove-cdc`, in small."""
+    result = await prove(fresh_database(kind).url(), events=1500, seed=7, two_phase=False, pace=0.3, pause=0.2)
+    assert result["holds"], result
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from sqlalchemy import make_url
 
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.outbox import LaneName
-from pillarbox.stores.buffer import OVERHEAD, Buffer
+from pillarbox.stores.buffer import AHEAD, OVERHEAD, Buffer
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
 from pillarbox.stores.slots import SlotState
@@ -97,7 +97,13 @@ def test_values_as_text_are_refused() -> None:
     decoder = Decoder(TABLE)
     decoder.row(relation(COLUMNS))
     with pytest.raises(StoreError, match="binary was asked for"):
-        decoder.row(inserted([b"9"] * len(COLUMNS), kind=b"t"))
+        decoder.row(inserted([b"12345678"] * len(COLUMNS), kind=b"t"))
+
+
+def test_rows_that_are_not_wanted_are_passed_over() -> None:
+    decoder = Decoder(TABLE, skip={9})
+    decoder.row(relation(COLUMNS))
+    assert decoder.row(inserted([VALUES[name] for name in COLUMNS])) is None
 
 
 # -- keeping -----------------------------------------------------------------------------------------------------------
@@ -130,8 +136,18 @@ def test_a_row_that_is_too_large_is_not_kept() -> None:
     assert (buffer.bytes, buffer.span(LANE)) == (0, None)
 
 
+def test_a_row_that_was_read_before_it_came_is_not_kept() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    buffer.passed(LANE, [1, 2])
+    assert [buffer.put(streamed(row)) for row in (1, 2, 3, 1)] == [False, False, True, True]
+    buffer.passed(LANE, [*range(10, 10 + 2 * AHEAD)])
+    assert len(buffer.ahead) == AHEAD
+
+
 def test_what_is_used_goes_and_all_that_came_before_it() -> None:
     buffer = Buffer(1_000_000)
+    buffer.server = "here"
     for row in (3, 5, 4, 9, 7):
         buffer.put(streamed(row))
     assert buffer.span(LANE) == (3, 9)
@@ -144,6 +160,7 @@ def test_what_is_used_goes_and_all_that_came_before_it() -> None:
 
 def test_the_same_row_twice_takes_its_place_once() -> None:
     buffer = Buffer(1_000_000)
+    buffer.server = "here"
     buffer.put(streamed(1, xid=1))
     buffer.put(streamed(1, xid=2))
     assert buffer.get(LANE, 1, 1) is None

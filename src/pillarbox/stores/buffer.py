@@ -14,6 +14,8 @@ from .pgoutput import Streamed
 
 OVERHEAD = 800
 """What a row takes beside its bytes, about."""
+AHEAD = 20_000
+"""How many rows that were sent before the stream has brought them are remembered."""
 
 
 class _Lane:
@@ -34,10 +36,16 @@ class Buffer:
         """Where they come from, and since when it runs: looks at another server do not use them."""
         self._lanes: dict[LaneName, _Lane] = {}
         self._order: deque[tuple[LaneName, int]] = deque()
+        self.ahead: OrderedDict[int, None] = OrderedDict()
+        """Rows that were read from the table while their stream was up, and that it has not brought yet."""
 
-    def put(self, row: Streamed) -> None:
-        """Keep a row, and let go of the oldest ones if they are too many."""
+    def put(self, row: Streamed) -> bool:
+        """Keep a row, and let go of the oldest ones if they are too many. False if it was read from the table before
+        it came.
+        """
         self.received += 1
+        if self.ahead and self.ahead.pop(row.id, row) is None:
+            return False
         lane = self._lanes.get(row.lane)
         if lane is None:
             lane = self._lanes[row.lane] = _Lane()
@@ -53,6 +61,7 @@ class Buffer:
         self.bytes += _size(row)
         self._order.append((row.lane, row.id))
         self._shrink()
+        return True
 
     def span(self, name: LaneName) -> tuple[int, int] | None:
         """The lowest and the highest id at hand; between them most rows of the lane are, but not all need be."""
@@ -66,22 +75,31 @@ class Buffer:
         return found if found is not None and found.xid == xid else None
 
     def passed(self, name: LaneName, rows: list[int]) -> None:
-        """These rows are in use. What came before them is let go, too: if it is needed at all, the table has it."""
-        lane = self._lanes.get(name)
-        if lane is None or not rows:
+        """These rows are in use, wherever they came from. What came before them is let go, too: if it is needed at all,
+        the table has it.
+        """
+        if self.server is None or not rows:
             return
+        lane = self._lanes.get(name)
+        kept = {} if lane is None else lane.rows
+        ahead = self.ahead
         for row in rows:
-            if row in lane.rows:
+            if lane is not None and row in kept:
                 self._drop(lane, row)
-        last = rows[-1]
-        while lane.rows and (first := next(iter(lane.rows))) <= last:
-            self._drop(lane, first)
-        lane.low = max(lane.low, last + 1)
+            else:
+                ahead[row] = None
+        while len(ahead) > AHEAD:
+            ahead.popitem(last=False)
+        if lane is not None:
+            while lane.rows and (first := next(iter(lane.rows))) <= rows[-1]:
+                self._drop(lane, first)
+            lane.low = max(lane.low, rows[-1] + 1)
 
     def clear(self) -> None:
         """Let go of everything: the stream is lost, or comes from another server."""
         self._lanes.clear()
         self._order.clear()
+        self.ahead.clear()
         self.bytes = 0
         self.server = None
 

@@ -43,7 +43,7 @@ class _StreamReader(RowReader):
     def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
         if (span := self._span(parameters)) is None:
             found = super().glance(connection, parameters)
-            return found if _told(found)[1] is not None else self._counted(found)
+            return found if _told(found)[1] is not None else self._read(found, parameters)
         found = sql.GLANCES_AT_PLACES[bool(parameters["running"])].fetch(connection, parameters | span)
         if _told(found)[1] is not None:  # a late row: there will be a closer look
             return found
@@ -51,7 +51,7 @@ class _StreamReader(RowReader):
 
     def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
         if (span := self._span(parameters)) is None:
-            return self._counted(super().look(connection, looks, parameters))
+            return self._read(super().look(connection, looks, parameters), parameters)
         found = looks.places.fetch(connection, parameters | span)
         if looks is sql.POLL and _told(found)[1] > parameters["limit"]:  # then they are paged through
             return found
@@ -103,8 +103,11 @@ class _StreamReader(RowReader):
         self._count(from_stream, len(used) - from_stream)
         return [*filled, *(values for values in found if values[0] >= _LOOK)]
 
-    def _counted(self, found: Sequence[Any]) -> Sequence[Any]:
-        self._count(0, sum(values[0] < _LOOK for values in found))
+    def _read(self, found: Sequence[Any], parameters: dict[str, Any]) -> Sequence[Any]:
+        """All of it came from the table."""
+        rows = [values[1] for values in found if values[0] < _LOOK]
+        self._buffer.passed(LaneName(parameters["route"], parameters["shard"]), rows)
+        self._count(0, len(rows))
         return found
 
     def _count(self, streamed: int, read: int) -> None:

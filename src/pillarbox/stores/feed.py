@@ -117,13 +117,13 @@ class Feed:
 
     async def _stream(self) -> None:
         async with open_stream(self._info, self._slot, may_make=self._slot_is_missing, lost=self._slot_is_lost) as it:
-            decoder, put, lanes, new = Decoder(it.facts.table), self._buffer.put, self._lanes, self._new
+            decoder, put = Decoder(it.facts.table, self._buffer.ahead), self._buffer.put
+            lanes, new = self._lanes, self._new
             self._buffer.server = it.facts.server
 
             def take(message: memoryview) -> None:
                 row = decoder.row(message)
-                if row is not None and row.lane in lanes:
-                    put(row)
+                if row is not None and row.lane in lanes and put(row):
                     new.add(row.lane)
 
             self._up(it)

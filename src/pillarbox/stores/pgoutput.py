@@ -8,6 +8,7 @@ back, is one of these.
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from typing import NamedTuple
 from uuid import UUID
 
@@ -22,6 +23,7 @@ _BINARY, _NULL = b"bn"
 _TABLE = struct.Struct(">I")
 _INSERTED = struct.Struct(">IcH")
 _SIZE = struct.Struct(">I")
+_ID = struct.Struct(">q")
 
 
 class Streamed(NamedTuple):
@@ -47,13 +49,16 @@ class Streamed(NamedTuple):
 class Decoder:
     """Reads the messages of one stream, in their order: the server describes a table once, before its first row."""
 
-    def __init__(self, table: int) -> None:
+    def __init__(self, table: int, skip: Container[int] = ()) -> None:
         self._table = table
         """The table's oid: another schema may have one with the same name."""
+        self._skip = skip
         self._wanted: tuple[int, ...] = ()
 
     def row(self, message: memoryview) -> Streamed | None:
-        """The row that the message brings, if it is one of our table that a transaction has numbered."""
+        """The row that the message brings, if it is one of our table, and a transaction has numbered it. One whose id is
+        in ``skip`` is not even looked at.
+        """
         kind = message[0]
         if kind == _INSERT:
             return self._inserted(message)
@@ -78,18 +83,20 @@ class Decoder:
         table, _, count = _INSERTED.unpack_from(message, 1)
         if table != self._table:
             return None
-        at, found = 8, list[bytes | None]()
+        if self._wanted[0] == 0 and _ID.unpack_from(message, 13)[0] in self._skip:
+            return None
+        data, at, found = message.tobytes(), 8, list[bytes | None]()
         for _ in range(count):
-            kind = message[at]
-            at += 1
-            if kind == _NULL:
+            kind = data[at]
+            if kind == _BINARY:
+                start = at + 5
+                at = start + _SIZE.unpack_from(data, at + 1)[0]
+                found.append(data[start:at])
+            elif kind == _NULL:
+                at += 1
                 found.append(None)
-                continue
-            if kind != _BINARY:
+            else:
                 raise StoreError(f"the stream brings a value as {chr(kind)!r}, and binary was asked for")
-            start = at + 4
-            at = start + _SIZE.unpack_from(message, at)[0]
-            found.append(bytes(message[start:at]))
         row, event_id, route, shard, topic, key, tenant, headers, body, xid = [found[index] for index in self._wanted]
         if xid is None or row is None or route is None or shard is None:
             return None  # from before there was a log
