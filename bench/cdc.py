@@ -61,7 +61,7 @@ async def measure(bench: Bench) -> dict[str, object]:
             for number in range(2 * bench.sizes.rounds):
                 pair = ("cursor", "cdc") if number % 2 else ("cdc", "cursor")
                 for source in pair:
-                    lives[source].append(await _live(box, sink, bench.sizes.relays_backlog, source))
+                    lives[source].append(await _live(box, sink, bench.sizes.drain, source))
     return {
         "cdc_ratio": _ratio(drains),
         "cdc_per_second": {source: statistics.median(found) for source, found in drains.items()},

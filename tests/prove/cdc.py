@@ -63,12 +63,21 @@ class Thief:
         self.deeds: Counter[str] = Counter()
 
     async def run(self, feed: Feed, over: asyncio.Event, pause: float) -> None:
-        """Strike, wait until there is a stream again, and strike again."""
+        """Strike, wait until that was noticed and there is a stream again, and strike again."""
         while not over.is_set():
+            await self._until(feed, over, up=True)
             await asyncio.sleep(self._draw.random() * pause)
-            while feed.state != "up" and not over.is_set():  # noqa: ASYNC110  others change it, too
-                await asyncio.sleep(0.01)
             await asyncio.to_thread(self._strike)
+            await self._until(feed, over, up=False)
+
+    async def noticed(self, feed: Feed) -> None:
+        """The last strike may not have been, yet."""
+        async with asyncio.timeout(30):
+            await self._until(feed, asyncio.Event(), up=True)
+
+    async def _until(self, feed: Feed, over: asyncio.Event, *, up: bool) -> None:
+        while (feed.state == "up") != up and not over.is_set():  # noqa: ASYNC110  nobody signals it
+            await asyncio.sleep(0.001)
 
     def _strike(self) -> None:
         deed = self._draw.choice(("slot dropped", "connection cut", "publication dropped"))
@@ -120,6 +129,7 @@ async def prove(
             written.set()
         lanes = await asyncio.gather(*working)
         await stealing
+        await thief.noticed(feed)
         await feed.stop()
         balance = await compare(engine, lanes)
     with psycopg.connect(thief._address, autocommit=True) as connection:

@@ -56,8 +56,8 @@ class Decoder:
         self._wanted: tuple[int, ...] = ()
 
     def row(self, message: memoryview) -> Streamed | None:
-        """The row that the message brings, if it is one of our table, and a transaction has numbered it. One whose id is
-        in ``skip`` is not even looked at.
+        """The row that the message brings, if it is one of our table, with a transaction. What ``skip`` holds the id of
+        is not even looked at.
         """
         kind = message[0]
         if kind == _INSERT:
