@@ -10,7 +10,7 @@ from sqlalchemy import make_url
 
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.outbox import LaneName
-from pillarbox.stores.buffer import AHEAD, OVERHEAD, Buffer
+from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
 from pillarbox.stores.slots import SlotState
@@ -156,6 +156,21 @@ def test_what_is_used_goes_and_all_that_came_before_it() -> None:
     assert buffer.span(LANE) == (6, 9)
     buffer.passed(LANE, [7, 9])
     assert (buffer.span(LANE), buffer.bytes) == (None, 0)
+
+
+def test_a_lane_whose_look_passed_over_a_row_is_told_of_a_few_times() -> None:
+    """The row was on the stream before it could be seen."""
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    for row in (1, 2, 3):
+        buffer.put(streamed(row))
+    buffer.passed(LANE, [2, 3])
+    assert [buffer.unnamed() for _ in range(RINGS + 1)] == [{LANE}] * RINGS + [set()]
+    for row in (4, 5):
+        buffer.put(streamed(row))
+    buffer.passed(LANE, [5])
+    buffer.passed(LANE, [4])
+    assert buffer.unnamed() == set()
 
 
 def test_the_same_row_twice_takes_its_place_once() -> None:

@@ -16,6 +16,8 @@ OVERHEAD = 800
 """What a row takes beside its bytes, about."""
 AHEAD = 20_000
 """How many rows that were sent before the stream has brought them are remembered."""
+RINGS = 8
+"""How often a row that a look has passed over is worth another look: it may not have been visible yet."""
 
 
 class _Lane:
@@ -38,6 +40,8 @@ class Buffer:
         self._order: deque[tuple[LaneName, int]] = deque()
         self.ahead: OrderedDict[int, None] = OrderedDict()
         """Rows that were read from the table while their stream was up, and that it has not brought yet."""
+
+        self._passed_over: dict[int, tuple[LaneName, int]] = {}
 
     def put(self, row: Streamed) -> bool:
         """Keep a row, and let go of the oldest ones if they are too many. False if it was read from the table before
@@ -75,31 +79,43 @@ class Buffer:
         return found if found is not None and found.xid == xid else None
 
     def passed(self, name: LaneName, rows: list[int]) -> None:
-        """These rows are in use, wherever they came from. What came before them is let go, too: if it is needed at all,
-        the table has it.
+        """A look has named these rows, and they are in use, wherever they came from. What stands before them and was
+        not named is let go, too: if it is needed at all, the table has it.
         """
         if self.server is None or not rows:
             return
         lane = self._lanes.get(name)
         kept = {} if lane is None else lane.rows
-        ahead = self.ahead
         for row in rows:
             if lane is not None and row in kept:
                 self._drop(lane, row)
-            else:
-                ahead[row] = None
-        while len(ahead) > AHEAD:
-            ahead.popitem(last=False)
+            elif self._passed_over.pop(row, None) is None:
+                self.ahead[row] = None
+        while len(self.ahead) > AHEAD:
+            self.ahead.popitem(last=False)
         if lane is not None:
             while lane.rows and (first := next(iter(lane.rows))) <= rows[-1]:
                 self._drop(lane, first)
+                self._passed_over[first] = (name, RINGS)
             lane.low = max(lane.low, rows[-1] + 1)
+
+    def unnamed(self) -> set[LaneName]:
+        """Lanes with rows that no look has named. Those that one has passed over are told of a few times only."""
+        lanes = {name for name, lane in self._lanes.items() if lane.rows}
+        for row, (name, left) in [*self._passed_over.items()]:
+            lanes.add(name)
+            if left > 1:
+                self._passed_over[row] = (name, left - 1)
+            else:
+                del self._passed_over[row]
+        return lanes
 
     def clear(self) -> None:
         """Let go of everything: the stream is lost, or comes from another server."""
         self._lanes.clear()
         self._order.clear()
         self.ahead.clear()
+        self._passed_over.clear()
         self.bytes = 0
         self.server = None
 

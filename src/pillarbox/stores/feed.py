@@ -45,7 +45,7 @@ class Feed:
     def __init__(
         self, engine: AsyncEngine, buffer: Buffer, *, relay: str, slot: str | None = None, signals: Signals = SILENT
     ) -> None:
-        if slot is not None and (not slot.startswith(PREFIX) or not _is_a_name(slot)):
+        if slot is not None and not re.fullmatch(rf"{PREFIX}[a-z0-9_]{{0,54}}", slot):
             raise ConfigurationError(
                 f"slot must be {PREFIX!r} or start with it, so that people know whose it is, and have at most 63 of "
                 f"a-z, 0-9 and _, got {slot!r}"
@@ -59,7 +59,6 @@ class Feed:
         self._hearer: Hearer = len
         self._lanes: Container[LaneName] = ()
         self._new: set[LaneName] = set()
-        self._rung: set[LaneName] = set()
         self._pause = RING_AGAIN
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -67,8 +66,6 @@ class Feed:
         self._said: str | None = None
         self._strained = False
         self.state: Literal["off", "starting", "up", "down"] = "off"
-        self.changed = asyncio.Event()
-        """Set at every change of the state, for those who wait for one."""
 
     @property
     def works(self) -> bool:
@@ -78,7 +75,7 @@ class Feed:
     def start(self, hearer: Hearer, lanes: Container[LaneName]) -> None:
         """Begin, in the background. Only rows of ``lanes`` are kept, and ``hearer`` is told about them."""
         self._hearer, self._lanes = hearer, lanes
-        self._enter("starting")
+        self.state = "starting"
         self._task = asyncio.create_task(self._keep_up(), name=f"stream of {self._relay}")
 
     async def stop(self) -> None:
@@ -90,10 +87,9 @@ class Feed:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._rung.clear()
         self._buffer.clear()
         self._was_up, self._said = False, None
-        self._enter("off")
+        self.state = "off"
 
     def samples(self) -> Iterator[Sample]:
         """What gauges show of it."""
@@ -163,20 +159,15 @@ class Feed:
 
     # -- what people hear of it ----------------------------------------------------------------------------------------
 
-    def _enter(self, state: Literal["off", "starting", "up", "down"]) -> None:
-        self.state = state
-        self.changed.set()
-        self.changed.clear()
-
     def _up(self, stream: Stream) -> None:
         if self._said is not None:
             self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=stream.slot)
         self._said, self._was_up = None, True
-        self._enter("up")
+        self.state = "up"
 
     def _lost(self, error: Exception) -> None:
         said, fresh = _said(error), self.state == "up"
-        self._enter("down")
+        self.state = "down"
         if fresh or said != self._said:
             what = "it has lost its stream" if fresh else "it gets no stream"
             self._say(telemetry.LOG_STREAM_DOWN, f"{what}, and reads bodies from the table: {said}", said)
@@ -208,7 +199,6 @@ class Feed:
         if not self._new:
             return
         self._hearer(self._new)
-        self._rung |= self._new
         self._new.clear()
         self._pause = RING_AGAIN
         if self._timer is None:
@@ -217,19 +207,10 @@ class Feed:
     def _ring_again(self) -> None:
         """Lanes whose rows nobody has named yet may have looked too early."""
         self._timer = None
-        self._rung = {lane for lane in self._rung if self._buffer.span(lane) is not None}
-        if self._rung and self._pause < RING_LAST:
-            self._hearer(self._rung)
+        if self._pause < RING_LAST and (lanes := self._buffer.unnamed()):
+            self._hearer(lanes)
             self._pause *= 2
             self._timer = asyncio.get_running_loop().call_later(self._pause, self._ring_again)
-        else:
-            self._rung.clear()
-
-
-def _is_a_name(slot: str) -> bool:
-    return len(slot) <= 63 and all(
-        letter.isascii() and (letter.islower() or letter.isdigit() or letter == "_") for letter in slot
-    )
 
 
 def _said(error: BaseException) -> str:

@@ -21,7 +21,6 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import namedtuple_row
 from sqlalchemy import URL
 
-from ..errors import StoreError
 from .pgoutput import COLUMNS
 
 PUBLICATION = "pillarbox"
@@ -40,7 +39,7 @@ _HEADER = 25
 _CONFIRM = struct.Struct(">cQQQQ?")
 
 
-class StreamRefused(StoreError):  # noqa: N818  an outcome, which a person can change
+class StreamRefused(Exception):  # noqa: N818  an outcome, which a person can change
     """The server does not give us a stream; the message says what to do."""
 
 
@@ -85,7 +84,6 @@ class Stream:
         self.position = 0
         """Up to where we have heard everything."""
         self._heard_at = 0.0
-        self._confirmed = -1
         self._confirmed_at = 0.0
 
     async def read(self, take: Callable[[memoryview], None], done: Callable[[], None]) -> None:
@@ -143,7 +141,7 @@ class Stream:
         at = self.position
         self._pg.put_copy_data(_CONFIRM.pack(b"r", at, at, at, 0, ask))
         self._pg.flush()
-        self._confirmed, self._confirmed_at = at, asyncio.get_running_loop().time()
+        self._confirmed_at = asyncio.get_running_loop().time()
 
 
 @asynccontextmanager
@@ -256,6 +254,11 @@ async def _keep(
 ) -> None:
     """See to it that the slot is there and of use."""
     found = await _one(connection, _SLOT.format(name))
+    for _ in range(5):  # whoever has just hung up may not have gone yet
+        if found is None or found.active_pid is None:
+            break
+        await asyncio.sleep(0.2)
+        found = await _one(connection, _SLOT.format(name))
     if found is not None:
         if found.plugin != "pgoutput" or not found.here:
             raise StreamRefused(f"the slot {name} belongs to something else: give the relay another name for its slot")
