@@ -190,6 +190,15 @@ class Town:
         engine.dispose()
         return found
 
+    def set(self, name: str, value: str | None) -> None:
+        """Change a setting of PostgreSQL; None for its default."""
+        engine = create_engine(self.url.replace("+asyncpg", "+psycopg"), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            change = f"RESET {name}" if value is None else f"SET {name} = '{value}'"
+            connection.execute(text(f"ALTER SYSTEM {change}"))
+            connection.execute(text("SELECT pg_reload_conf()"))
+        engine.dispose()
+
     def held(self) -> dict[str, int]:
         """How many lanes each relay has."""
         found = self.select("SELECT locked_by, count(*) FROM pillarbox_lanes WHERE locked_by IS NOT NULL GROUP BY 1")
@@ -574,7 +583,18 @@ def test_h57_doctor_names_a_slot_that_nobody_reads(logical: Town) -> None:
     )
     address = first_answer(relay)["http"]
     wait_until(lambda: json.loads(asyncio.run(_get(f"{address}/readyz"))[1])["stream"] == "up", "the stream to be up")
-    assert b"outbox_streams_down 0.0" in asyncio.run(_get(f"{address}/metrics"))[1]
+    logical.set("max_slot_wal_keep_size", "1GB")
+    metrics = asyncio.run(_get(f"{address}/metrics"))[1].decode()
+    logical.set("max_slot_wal_keep_size", None)
+    for line in (
+        "outbox_streams_down 0.0",
+        "outbox_stream_buffer_bytes 0.0",
+        'outbox_stream_lost_total{reason="slot"} 0.0',
+        'outbox_stream_rows_total{source="stream"} 0.0',
+        'outbox_slot_lag_bytes{slot="pillarbox_e2e"}',
+        'outbox_slot_budget_bytes{slot="pillarbox_e2e"} 1.073741824e+09',
+    ):
+        assert line in metrics
     relay.send_signal(signal.SIGTERM)
     finish(relay)
     try:

@@ -76,6 +76,10 @@ class Feed:
         """Begin, in the background. Only rows of ``lanes`` are kept, and ``hearer`` is told about them."""
         self._hearer, self._lanes = hearer, lanes
         self.state = "starting"
+        for reason in ("connection", "slot", "publication", "refused"):
+            self._signals.count(telemetry.STREAM_LOST, (reason,), 0)
+        for source in ("stream", "table"):
+            self._signals.count(telemetry.STREAM_ROWS, (source,), 0)
         self._task = asyncio.create_task(self._keep_up(), name=f"stream of {self._relay}")
 
     async def stop(self) -> None:
