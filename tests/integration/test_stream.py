@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -18,6 +21,7 @@ import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route, telemetry
+from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import ConfigurationError, MissingExtraError
 from pillarbox.gauges import Gauges
 from pillarbox.outbox import LaneName
@@ -33,9 +37,10 @@ from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
+from tests.copies import programs
 from tests.prove.cdc import prove
 from tests.relays import running, soon
-from tests.servers import Database, Logical
+from tests.servers import Database, Logical, Server, Servers
 
 TOPIC = "streamed"
 ROUTE = Route("tests.stream.*", to="broker", topic=TOPIC)
@@ -138,9 +143,9 @@ class Shop:
 
 
 @asynccontextmanager
-async def shop_on(database: Database) -> AsyncIterator[Shop]:
+async def shop_on(database: Database, driver: str = "asyncpg") -> AsyncIterator[Shop]:
     broker, counts = MemoryTransport(), Counts()
-    engine = create_async_engine(database.url())
+    engine = create_async_engine(database.url(driver))
     box = Pillarbox(engine, transports={"broker": broker}, routes=[ROUTE], signals=[counts])
     async with box:
         await box.migrate()
@@ -192,6 +197,13 @@ async def test_bodies_come_by_the_stream_and_nothing_else_changes(shop: Shop) ->
     assert shop.counts.rows("stream") + shop.counts.rows("table") == 230
     assert shop.counts.rows("stream") >= 100
     assert shop.slots() == []
+
+
+async def test_the_driver_of_the_engine_makes_no_difference(fresh_database: FreshDatabase) -> None:
+    async with shop_on(fresh_database("logical"), "psycopg") as shop, shop.streaming():
+        await asyncio.gather(*(shop.write(50, key=f"w{number}") for number in range(4)))
+        await shop.complete()
+        assert shop.counts.rows("stream") > 0
 
 
 async def test_commits_are_heard_of_without_notify_and_without_looking(shop: Shop) -> None:
@@ -490,6 +502,71 @@ async def test_h59_a_server_that_restarts_brings_its_stream_back(
         await soon(lambda: relay.status()["stream"] == "up")
         await newest.write(20)
         await soon(lambda: _once(newest) == newest.written)  # this broker knows no duplicates: lanes may have stumbled
+    assert said("stream.down") != []
+
+
+@pytest.fixture
+def primary(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[EmbeddedPostgres]:
+    use_server("logical")
+    with EmbeddedPostgres(servers.folder / "first") as found:
+        with psycopg.connect(found.dsn(), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET wal_level = 'logical'")
+        found.stop()
+        found.start()
+        yield found
+
+
+@pytest.fixture
+def standby(primary: EmbeddedPostgres, servers: Servers) -> Iterator[EmbeddedPostgres]:
+    found = EmbeddedPostgres(servers.folder / "second")
+    data = found.folder / "data"
+    data.parent.mkdir(mode=0o711)
+    command: list[str | Path] = [
+        programs() / "pg_basebackup",
+        "-d",
+        primary.dsn(),
+        "-D",
+        data,
+        "-R",
+        "-X",
+        "stream",
+        "-c",
+        "fast",
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    owner = (primary.folder / "data").stat()
+    for path in (data, *data.rglob("*")):
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    with found:
+        yield found
+
+
+async def test_h59_after_a_failover_the_slot_is_gone_and_nothing_else(
+    primary: EmbeddedPostgres, standby: EmbeddedPostgres, servers: Servers, said: Callable[[str], list[str]]
+) -> None:
+    place = servers.folder / "place"  # where the service finds its database
+    place.symlink_to(primary.folder / "run")
+    broker = MemoryTransport()
+    engine = create_async_engine(primary.url.replace(str(primary._host), str(place)))
+    async with Pillarbox(engine, transports={"broker": broker}, routes=[ROUTE]) as box:
+        await box.migrate()
+        shop = Shop(box, broker, Counts(), Database("", "", None))  # type: ignore[arg-type]  # it is not asked
+        async with shop.streaming(slot=SLOT) as relay:
+            await shop.write(30)
+            await shop.complete()
+            await asyncio.to_thread(primary.stop)  # which waits until the standby has everything
+            place.unlink()
+            place.symlink_to(standby.folder / "run")
+            with psycopg.connect(standby.dsn(), autocommit=True) as connection:
+                connection.execute("SELECT pg_promote()")
+            await engine.dispose()
+            await shop.write(30)
+            await soon(lambda: relay.status()["stream"] == "up")
+            await shop.write(30)
+            await soon(lambda: _once(shop) == shop.written)
+    await engine.dispose()
+    place.unlink()
+    assert len(said("stream.slot_lost")) == 1
     assert said("stream.down") != []
 
 
