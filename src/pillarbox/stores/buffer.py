@@ -85,19 +85,23 @@ class Buffer:
         if self.server is None or not rows:
             return
         lane = self._lanes.get(name)
-        kept = {} if lane is None else lane.rows
+        if (lane is None or not lane.rows) and not self._passed_over:  # as it is while a backlog is sent
+            self.ahead.update(dict.fromkeys(rows))
+        else:
+            self._let_go(name, lane or _Lane(), rows)
+        while len(self.ahead) > AHEAD:
+            self.ahead.popitem(last=False)
+
+    def _let_go(self, name: LaneName, lane: _Lane, rows: list[int]) -> None:
         for row in rows:
-            if lane is not None and row in kept:
+            if row in lane.rows:
                 self._drop(lane, row)
             elif self._passed_over.pop(row, None) is None:
                 self.ahead[row] = None
-        while len(self.ahead) > AHEAD:
-            self.ahead.popitem(last=False)
-        if lane is not None:
-            while lane.rows and (first := next(iter(lane.rows))) <= rows[-1]:
-                self._drop(lane, first)
-                self._passed_over[first] = (name, RINGS)
-            lane.low = max(lane.low, rows[-1] + 1)
+        while lane.rows and (first := next(iter(lane.rows))) <= rows[-1]:
+            self._drop(lane, first)
+            self._passed_over[first] = (name, RINGS)
+        lane.low = max(lane.low, rows[-1] + 1)
 
     def unnamed(self) -> set[LaneName]:
         """Lanes with rows that no look has named. Those that one has passed over are told of a few times only."""
