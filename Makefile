@@ -14,7 +14,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http prove-cursor simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http prove-cursor prove-cdc simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ prove-http: setup servers ## 200 requests that fail in every way, while their se
 prove-cursor: setup servers ## the cursor of the log: all states of a model, then 200,000 events on PostgreSQL
 	$(BIN)/python -m tests.prove.cursor_model
 	$(BIN)/python -m tests.prove.cursor
+
+prove-cdc: setup servers ## 100,000 events with bodies from a replication stream that is taken away every second
+	$(BIN)/python -m tests.prove.cdc
 
 simulate: setup ## run the relay through simulated faults (SEEDS=50000, START=0)
 	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)

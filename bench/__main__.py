@@ -14,7 +14,21 @@ from types import ModuleType
 
 import uvloop
 
-from . import drain, fairness, figures, imports, kept, late, latency, side_by_side, signals, snapshot, stores, write
+from . import (
+    cdc,
+    drain,
+    fairness,
+    figures,
+    imports,
+    kept,
+    late,
+    latency,
+    side_by_side,
+    signals,
+    snapshot,
+    stores,
+    write,
+)
 from .servers import Bench, bench
 from .sizes import FULL, QUICK
 
@@ -27,6 +41,7 @@ SUBJECTS: dict[str, ModuleType] = {
     "snapshot": snapshot,
     "kept": kept,
     "late": late,
+    "cdc": cdc,
     "fairness": fairness,
     "imports": imports,
 }

@@ -139,11 +139,38 @@ class Embedded(Postgres):
         return self._postgres.dsn().replace("@/postgres?", f"@/{name}?", 1)
 
 
+class Logical(Embedded):
+    """One whose WAL can be decoded, in a folder of its own."""
+
+    label = "PostgreSQL with logical WAL"
+
+    def start(self) -> None:
+        self._postgres = EmbeddedPostgres(self.folder, database="postgres")
+        try:
+            self._postgres.start()
+        except MissingExtraError as error:
+            raise Missing(str(error)) from error
+        try:
+            with psycopg.connect(self.address("postgres"), autocommit=True) as connection:
+                connection.execute("ALTER SYSTEM SET wal_level = 'logical'")
+            self.restart()
+        except BaseException:
+            self._postgres.stop()
+            raise
+
+    def restart(self) -> None:
+        self._postgres.stop()
+        self._postgres.start()
+        self._read_version()
+
+
 class System(Postgres):
     """The machine's own PostgreSQL, over TCP."""
 
     label = "system PostgreSQL"
     fsync = False
+    more: ClassVar[tuple[str, ...]] = ()
+    """Settings beyond those that all have."""
 
     def start(self) -> None:
         data, account = self.folder / "data", _account("postgres")
@@ -153,7 +180,12 @@ class System(Postgres):
         self._port = _free_port()
         settings = (f"port={self._port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
         durable = "fsync=on" if self.fsync else "fsync=off"
-        command = [str(programs / "postgres"), "-D", str(data), *(f"--{each}" for each in (*settings, durable))]
+        command = [
+            str(programs / "postgres"),
+            "-D",
+            str(data),
+            *(f"--{each}" for each in (*settings, durable, *self.more)),
+        ]
         self._process = _spawn(command, account, self.folder / "log")
         _wait_for_answer(self._process, self._read_version, psycopg.OperationalError, self.folder / "log")
 
@@ -176,6 +208,13 @@ class Oldest(System):
 
     def _programs(self, account: pwd.struct_passwd | None) -> Path:
         return _installed(self.binaries, self.folder / "programs", account) / "bin"
+
+
+class LogicalOldest(Oldest):
+    """The same, of which the WAL can be decoded."""
+
+    label = "oldest PostgreSQL with logical WAL"
+    more = ("wal_level=logical",)
 
 
 class PgBouncer(System):
@@ -400,6 +439,8 @@ KINDS: dict[str, type[Server]] = {
     "embedded": Embedded,
     "system": System,
     "oldest": Oldest,
+    "logical": Logical,
+    "logical-oldest": LogicalOldest,
     "pgbouncer": PgBouncer,
     "mariadb": MariaDB,
     "sqlite": SQLite,
@@ -471,9 +512,9 @@ class Servers:
 
 def installable(kind: str) -> bool:
     """Whether `make setup` and `make servers` bring this server here."""
-    if kind == "oldest":
+    if kind in ("oldest", "logical-oldest"):
         return binaries.obstacle() is None
-    return kind in ("embedded", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
+    return kind in ("embedded", "logical", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:

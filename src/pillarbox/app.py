@@ -28,10 +28,10 @@ from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError,
 from .event import EventType, Raised, registry
 from .gauges import Gauges
 from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
-from .relay import Pacing, Relay
+from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .route import Origin, Route, Router, check_routes, check_transports
-from .stores import sqlite, store_on
+from .stores import sqlite, store_on, streaming_on
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
@@ -314,9 +314,14 @@ class Pillarbox:
         window_bytes: int = Pacing.window_bytes,
         grace: float = Pacing.grace,
         shards: Collection[int] | None = None,
+        source: Literal["cursor", "cdc"] = "cursor",
+        slot: str | None = None,
     ) -> Relay:
         """A relay for the transports and handlers of this box. It serves every route in the database that needs one of
         them, whoever wrote it; it has a pool of its own.
+
+        With ``source="cdc"``, on PostgreSQL, bodies and wake-ups come by logical replication while it runs: from a
+        temporary slot, or from one that is kept and called ``slot``.
         """
         self._use_in_this_process()
         if self._relay_engine is None:
@@ -324,13 +329,20 @@ class Pillarbox:
             self._outbox.put_right(self._relay_engine.sync_engine)
         bus = Bus(self.handlers, self.decode, self.signals)
         publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
+        name = name or relay_name()
+        store, feed = store_on(self._relay_engine), None
+        if source == "cdc":
+            store, feed = streaming_on(self._relay_engine, name, slot, window_bytes, self.signals)
+        elif source != "cursor" or slot is not None:
+            raise ConfigurationError(f'relay: source is "cursor" or "cdc", which alone has a slot, got {source!r}')
         relay = Relay(
-            store_on(self._relay_engine),
+            store,
             {**self.transports, **publishers},
             name=name,
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
             shards=shards,
             bell=self.doorbell,
+            feed=feed,
             shares_connection=self._relay_engine is self._engine,
             signals=self.signals,
         )

@@ -21,6 +21,7 @@ from .telemetry import Sample
 
 if TYPE_CHECKING:
     from .stores.inspection import Backlog
+    from .stores.slots import SlotState
 
 logger = logging.getLogger("pillarbox")
 
@@ -76,9 +77,11 @@ class Gauges:
         if engine is None or isinstance(engine.pool, StaticPool):
             return []
         from .stores.inspection import backlog  # noqa: PLC0415  for those who look
+        from .stores.slots import slot_states  # noqa: PLC0415  as above
 
         async with engine.connect() as connection:
-            return [sample for route in await connection.run_sync(backlog) for sample in _samples(route)]
+            shown = [sample for route in await connection.run_sync(backlog) for sample in _samples(route)]
+            return shown + _slots(await connection.run_sync(slot_states))
 
 
 def _samples(route: Backlog) -> list[Sample]:
@@ -89,3 +92,12 @@ def _samples(route: Backlog) -> list[Sample]:
         Sample(telemetry.FAILED, labels, route.failed),
         Sample(telemetry.LANES_UNOWNED, labels, route.unowned_lanes),
     ]
+
+
+def _slots(slots: list[SlotState]) -> list[Sample]:
+    shown: dict[str, SlotState] = {}
+    for slot in slots:  # each relay that comes brings another name
+        name = "temporary" if slot.temporary else slot.name
+        shown[name] = max(shown.get(name, slot), slot, key=lambda it: it.lag)
+    samples = [Sample(telemetry.SLOT_LAG, (name,), slot.lag) for name, slot in shown.items()]
+    return samples + [Sample(telemetry.SLOT_BUDGET, (name,), it.budget) for name, it in shown.items() if it.budget]

@@ -16,7 +16,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
@@ -43,6 +43,29 @@ STALLED = 4
 
 class RelayStore(LaneStore, OutboxStore, Protocol):
     """All that a relay needs of a store."""
+
+
+class Feed(Protocol):
+    """Brings rows to the store by another way, and rings for them, while the relay runs. A hint, as the doorbell is."""
+
+    state: Any
+
+    @property
+    def works(self) -> bool:
+        """Whether commits are heard of by it now."""
+        ...
+
+    def start(self, hearer: Callable[[Collection[LaneName]], object], lanes: Container[LaneName]) -> None:
+        """Begin, in the background, for rows of these lanes."""
+        ...
+
+    async def stop(self) -> None:
+        """End."""
+        ...
+
+    def samples(self) -> Iterable[Sample]:
+        """What gauges show of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,11 +107,12 @@ class Relay:
         pacing: Pacing | None = None,
         shards: Collection[int] | None = None,
         bell: Doorbell | None = None,
+        feed: Feed | None = None,
         draw: Callable[[], float] = random.random,
         shares_connection: bool = False,
         signals: Signals = SILENT,
     ) -> None:
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
+        self.name = name or relay_name()
         self.counts = Counts()
         self._store = store
         self._publishers = publishers
@@ -97,6 +121,7 @@ class Relay:
             raise ConfigurationError(f"relay: shards are numbers, and at least one, got {shards!r}")
         self._shards = None if shards is None else frozenset(shards)
         self._bell = bell
+        self._feed = feed
         self._draw = draw
         self._shares_connection = shares_connection
         self._signals = signals
@@ -129,6 +154,8 @@ class Relay:
         self._finished.clear()
         self._began_at = clock.current().monotonic()
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
+        if self._feed is not None:
+            self._feed.start(self._heard, self._workers)
         over = asyncio.Event()
         looking = asyncio.ensure_future(self._keep_looking(over))
         try:
@@ -146,6 +173,8 @@ class Relay:
                 await self._leave()
                 # Not cancelled while it asks: a connection that is just being made would be left open.
                 await asyncio.wait([looking], timeout=self._pacing.lease)
+                if self._feed is not None:
+                    await self._feed.stop()
             finally:
                 looking.cancel()
                 self._stopping = False  # it may run again
@@ -211,6 +240,7 @@ class Relay:
             "lanes": len(self._workers),
             **asdict(self.counts),
             "troubles": troubles,
+            **({} if self._feed is None else {"stream": self._feed.state}),
         }
 
     def samples(self) -> Iterator[Sample]:
@@ -226,6 +256,8 @@ class Relay:
             yield Sample(telemetry.LANES_STOPPED, (route.name, route.destination), stopped[route.id])
         since = began if attended is None else max(began, attended)
         yield Sample(telemetry.CYCLE_AGE, (), clock.current().monotonic() - since)
+        if self._feed is not None:
+            yield from self._feed.samples()
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -475,11 +507,16 @@ class Relay:
                 worker = self._workers.get(name)
                 if worker is not None and worker.idle:
                     worker.ring()
-            if self._bell is not None and self._bell.reaches_everybody:
+            if self._hears_commits:
                 pause = self._pacing.look
             else:
                 busy = bool(ready) and self.counts.sent != sent
                 pause = QUICKEST_LOOK if busy else min(pause * 2, self._pacing.look / 4)
+
+    @property
+    def _hears_commits(self) -> bool:
+        by_bell = self._bell is not None and self._bell.reaches_everybody
+        return by_bell or (self._feed is not None and self._feed.works)
 
     def _next_attendance(self) -> float:
         """Seconds until we look at leases again: in time for our own, and as soon as somebody's ends."""
@@ -534,6 +571,11 @@ class Relay:
                     await self._progress.wait()
             except TimeoutError:
                 pass
+
+
+def relay_name() -> str:
+    """A name that no other relay has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
 
 
 def _said(error: BaseException) -> str:

@@ -130,6 +130,16 @@ class RelaySettings(BaseModel):
     grace: Annotated[float, Field(gt=0, le=3600), BeforeValidator(_no_boolean)] = Field(
         default=10.0, description="Seconds that lanes may take to finish when the relay stops.", examples=[10.0]
     )
+    source: Literal["cursor", "cdc"] = Field(
+        default="cursor",
+        description="`cdc` brings bodies and wake-ups by PostgreSQL's logical replication; else the table does.",
+        examples=["cdc"],
+    )
+    slot: str | None = Field(
+        default=None,
+        description="Name of a replication slot that is kept for this relay, with `cdc`; by default a temporary one.",
+        examples=["pillarbox_shop"],
+    )
 
 
 class Settings(BaseSettings):

@@ -175,11 +175,53 @@ LANES_UNOWNED = Metric(
     "outbox_lanes_unowned", "gauge", "lanes", "Lanes that no relay anywhere holds, paused ones not counted.", ("route",)
 )
 
+STREAM_ROWS = Metric(
+    "outbox_stream_rows_total",
+    "counter",
+    "deliveries",
+    "Deliveries that relays with a stream have read, by where their bodies came from: `stream`, or else `table`.",
+    ("source",),
+)
+STREAM_LOST = Metric(
+    "outbox_stream_lost_total",
+    "counter",
+    "streams",
+    "How often a stream was lost, or not to be had: `connection`, `slot`, `publication`, or `refused` by the server.",
+    ("reason",),
+)
+STREAMS_DOWN = Metric(
+    "outbox_streams_down",
+    "gauge",
+    "relays",
+    "Relays of this process that should have a stream and have none now: they read bodies from the table.",
+)
+STREAM_BUFFER = Metric(
+    "outbox_stream_buffer_bytes",
+    "gauge",
+    "bytes",
+    "What came by streams, and waits to be sent by relays of this process.",
+)
+SLOT_LAG = Metric(
+    "outbox_slot_lag_bytes",
+    "gauge",
+    "bytes",
+    "WAL that the server keeps for a replication slot of ours; the temporary ones are shown together, as `temporary`.",
+    ("slot",),
+)
+SLOT_BUDGET = Metric(
+    "outbox_slot_budget_bytes",
+    "gauge",
+    "bytes",
+    "What it may keep for it, if `max_slot_wal_keep_size` is set: a slot that lags by more is lost.",
+    ("slot",),
+)
+
 METRICS = (
     *(NEW, COMMIT, COMMIT_UNKNOWN),
     *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH),
     *(LEASE_LOST, LANES_HELD, LANES_STOPPED, CYCLE_AGE),
     *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
+    *(STREAM_ROWS, STREAM_LOST, STREAMS_DOWN, STREAM_BUFFER, SLOT_LAG, SLOT_BUDGET),
 )
 
 # -- spans -------------------------------------------------------------------------------------------------------------
@@ -262,11 +304,37 @@ LOG_DETOUR = LogEvent(
     "tenant.detour", "info", "A tenant floods a lane, or is held back: the others pass it.", (*_LANE, "tenant")
 )
 LOG_SLOW = LogEvent("unit_of_work.slow", "warning", "A unit of work stays open for long.", ("tenant",))
+LOG_STREAM_DOWN = LogEvent(
+    "stream.down",
+    "error",
+    "A relay has lost its stream, or gets none: it reads bodies from the table. Once per outage and reason.",
+    ("relay", "slot", "reason"),
+)
+LOG_STREAM_UP = LogEvent("stream.up", "warning", "It has one again.", ("relay", "slot"))
+LOG_SLOT_MADE = LogEvent(
+    "stream.slot_made",
+    "warning",
+    "The named slot was not there and is made: the first time, or after somebody dropped it or a failover lost it.",
+    ("relay", "slot"),
+)
+LOG_SLOT_LOST = LogEvent(
+    "stream.slot_lost",
+    "error",
+    "The named slot was invalidated, or dropped while it was read. It is made anew; nothing is lost.",
+    ("relay", "slot", "reason"),
+)
+LOG_SLOT_LAGS = LogEvent(
+    "stream.slot_lags",
+    "error",
+    "The server keeps half of what it may keep for the slot, or more. Once, until it has caught up.",
+    ("relay", "slot", "reason"),
+)
 
 LOG_EVENTS = (
     *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),
+    *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS),
 )
 _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))
 

@@ -13,7 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.outbox import Batch, Delivery, Failure, LaneName, RouteRecord, Status
 from pillarbox.stores import sqlite
+from pillarbox.stores.buffer import Buffer
+from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.columns import from_now
+from pillarbox.stores.feed import Feed
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.memory_log import MemoryLogStore
@@ -22,6 +25,7 @@ from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, OutboxStoreContract, World, delivery
+from tests.relays import soon
 from tests.servers import DATABASES, Database, Server, Servers
 
 
@@ -56,6 +60,13 @@ class MemoryWorld(World):
     async def trouble(self, name: LaneName) -> str | None:
         trouble = self.store.trouble_of(name)
         return None if trouble is None else trouble.reason
+
+
+class Everything:
+    """All lanes, whoever owns them."""
+
+    def __contains__(self, lane: object) -> bool:
+        return True
 
 
 class DatabaseWorld(World):
@@ -113,6 +124,24 @@ class DatabaseWorld(World):
             await connection.execute(statement)
 
 
+class StreamingWorld(DatabaseWorld):
+    """What is appended has come by the stream before anybody polls."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.buffer = Buffer(10_000_000)
+        self.feed = Feed(engine, self.buffer, relay="conformance")
+        super().__init__(engine, CdcStore(engine, self.buffer))
+
+    async def start(self) -> None:
+        self.feed.start(len, Everything())
+        await soon(lambda: self.feed.works)
+
+    async def append(self, deliveries: Sequence[Delivery]) -> None:
+        before = self.buffer.received
+        await super().append(deliveries)
+        await soon(lambda: self.buffer.received >= before + len(deliveries))
+
+
 def _is(name: LaneName) -> ColumnElement[bool]:
     return and_(lanes.c.route == name.route, lanes.c.shard == name.shard)
 
@@ -149,7 +178,11 @@ class DatabaseStoreContract(OutboxStoreContract):
         raise NotImplementedError
 
     @pytest.fixture
-    async def world(
+    def world(self, database_world: DatabaseWorld) -> World:
+        return database_world
+
+    @pytest.fixture
+    async def database_world(
         self,
         database_kind: str,
         servers: Servers,
@@ -267,3 +300,19 @@ class TestLogStore(DetourContract, DatabaseStoreContract):
     @pytest.fixture(params=["embedded", "oldest"])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
+
+
+class TestCdcStore(DetourContract, DatabaseStoreContract):
+    name = "log"
+    kind = LogStore
+
+    @pytest.fixture(params=["logical", "logical-oldest"])
+    def database_kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture
+    async def world(self, database_world: DatabaseWorld) -> AsyncIterator[World]:
+        world = StreamingWorld(database_world.engine)
+        await world.start()
+        yield world
+        await world.feed.stop()

@@ -8,6 +8,7 @@ from pillarbox.stores import partitions
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.operations import Author
 from pillarbox.stores.queue import QueueStore
+from pillarbox.testing.conformance.detours import DetourContract
 from tests.conformance.test_outbox_store import DatabaseStoreContract, DatabaseWorld, migrated
 
 __all__ = ["migrated"]
@@ -33,7 +34,7 @@ class PartitionedContract(DatabaseStoreContract):
                 await connection.exec_driver_sql(f"ALTER INDEX {renamed}")  # by which writers know it
 
 
-class TestPartitionedLog(PartitionedContract):
+class TestPartitionedLog(DetourContract, PartitionedContract):
     kind = LogStore
     name = "log"
 

@@ -32,6 +32,7 @@ from pillarbox.settings import Settings
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.transport import Outcome, Verdict
 from pillarbox.transports.logging import LoggingTransport
+from tests.conftest import FreshDatabase
 from tests.relays import Line, World, running, soon
 from tests.servers import Database, wait_until
 
@@ -189,6 +190,15 @@ class Town:
         engine.dispose()
         return found
 
+    def set(self, name: str, value: str | None) -> None:
+        """Change a setting of PostgreSQL; None for its default."""
+        engine = create_engine(self.url.replace("+asyncpg", "+psycopg"), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            change = f"RESET {name}" if value is None else f"SET {name} = '{value}'"
+            connection.execute(text(f"ALTER SYSTEM {change}"))
+            connection.execute(text("SELECT pg_reload_conf()"))
+        engine.dispose()
+
     def held(self) -> dict[str, int]:
         """How many lanes each relay has."""
         found = self.select("SELECT locked_by, count(*) FROM pillarbox_lanes WHERE locked_by IS NOT NULL GROUP BY 1")
@@ -220,6 +230,12 @@ def postgres(town: Town, postgres_database: Database) -> Town:
 @pytest.fixture
 def sqlite(town: Town, sqlite_database: Database) -> Town:
     town.use(sqlite_database)
+    return town
+
+
+@pytest.fixture
+def logical(town: Town, fresh_database: FreshDatabase) -> Town:
+    town.use(fresh_database("logical"))
     return town
 
 
@@ -541,3 +557,55 @@ def test_a_port_that_is_in_use(sqlite: Town) -> None:
 def test_a_database_that_is_not_migrated(town: Town, postgres_database: Database) -> None:
     town.environment["SHOP_DATABASE"] = postgres_database.url()
     assert "pillarbox migrate" in town.complaint("shop:box", code=Exit.NOT_MIGRATED)
+
+
+# -- streaming ---------------------------------------------------------------------------------------------------------
+
+
+def slots(town: Town) -> list[Any]:
+    return town.select(
+        "SELECT temporary, active_pid IS NOT NULL FROM pg_replication_slots WHERE database = current_database()"
+    )
+
+
+def test_h57_a_relay_that_was_killed_leaves_no_slot_behind(logical: Town) -> None:
+    relay = logical.start("shop:box", "--source", "cdc")
+    wait_until(lambda: slots(logical) == [(True, True)], "a temporary slot that is read")
+    logical.publish("a", "b", "a")
+    logical.wait_for(3)
+    relay.kill()
+    wait_until(lambda: slots(logical) == [], "the slot to end with its connection")
+
+
+def test_h57_doctor_names_a_slot_that_nobody_reads(logical: Town) -> None:
+    relay = logical.start(
+        "shop:box", "--http", "0", PILLARBOX_RELAY__SOURCE="cdc", PILLARBOX_RELAY__SLOT="pillarbox_e2e"
+    )
+    address = first_answer(relay)["http"]
+    wait_until(lambda: json.loads(asyncio.run(_get(f"{address}/readyz"))[1])["stream"] == "up", "the stream to be up")
+    logical.set("max_slot_wal_keep_size", "1GB")
+    metrics = asyncio.run(_get(f"{address}/metrics"))[1].decode()
+    logical.set("max_slot_wal_keep_size", None)
+    for line in (
+        "outbox_streams_down 0.0",
+        "outbox_stream_buffer_bytes 0.0",
+        'outbox_stream_lost_total{reason="slot"} 0.0',
+        'outbox_stream_rows_total{source="stream"} 0.0',
+        'outbox_slot_lag_bytes{slot="pillarbox_e2e"}',
+        'outbox_slot_budget_bytes{slot="pillarbox_e2e"} 1.073741824e+09',
+    ):
+        assert line in metrics
+    relay.send_signal(signal.SIGTERM)
+    finish(relay)
+    try:
+        command = [PILLARBOX, "doctor", "--json"]
+        done = subprocess.run(command, env=logical.environment, capture_output=True, text=True, check=False)
+        [check] = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "slots"]
+        assert (check["state"], check["found"].endswith("and nobody reads it")) == ("warning", True)
+        assert "SELECT pg_drop_replication_slot('pillarbox_e2e')" in check["remedy"]
+    finally:
+        logical.select("SELECT pg_drop_replication_slot('pillarbox_e2e')")
+
+
+def test_a_slot_without_a_stream_is_a_mistake(logical: Town) -> None:
+    assert "alone has a slot" in logical.complaint("shop:box", "--slot", "pillarbox_e2e", code=Exit.SETTINGS)

@@ -153,6 +153,8 @@ def test_m1_every_metric_is_found_by_a_real_prometheus(
         wait_until(lambda: total(address, 'outbox_publish_success_total{route="shop"}') == sent, "all to be sent")
         wait_until(lambda: total(address, "outbox_max_delivery_attempts") == 1, "the dead one to be counted")
         for metric in METRICS:
+            if metric.name.startswith(("outbox_stream", "outbox_slot")):
+                continue  # this relay has no stream: test_relay_command.py has one that does
             name = f"{metric.name}_count" if metric.kind == "histogram" else metric.name
             found = ask(address, name)
             assert found, metric.name

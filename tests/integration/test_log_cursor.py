@@ -276,7 +276,7 @@ def _rebuild_with_the_snapshot_of_now(patch: pytest.MonkeyPatch) -> None:
 def _replace(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
     def changed(statement: Any) -> Any:
         if isinstance(statement, Looks):
-            return Looks(changed(statement.light), changed(statement.sized))
+            return Looks(changed(statement.light), changed(statement.sized), changed(statement.places))
         if isinstance(statement, DirectStatement):
             return DirectStatement(changed(statement._statement))
         assert old in statement.text

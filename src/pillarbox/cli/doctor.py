@@ -18,6 +18,7 @@ from ..settings import Settings, masked
 from ..stores import inspection
 from ..stores.inspection import Group, LaneState, RelayState
 from ..stores.schema import check_schema, schema_version
+from ..stores.slots import slot_states
 from ..stores.tables import meta
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, age, emit, number, options, plain
@@ -101,6 +102,7 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _pauses(connection, lanes)
     yield from _backlog(groups)
     yield from _failures(groups)
+    yield from _slots(connection)
 
 
 def _version(connection: Connection) -> Check:
@@ -244,3 +246,20 @@ def _failures(groups: list[Group]) -> Iterator[Check]:
         yield Check("failures", state, what, remedy)
     if not failed:
         yield Check("failures", State.OK, "no delivery has failed")
+
+
+def _slots(connection: Connection) -> Iterator[Check]:
+    """Replication slots of relays. Nothing is said where there are none."""
+    for slot in slot_states(connection):
+        what = f"{slot.name} keeps {slot.lag:,} bytes of WAL"
+        if slot.is_lost:
+            remedy = "a relay that is given this slot makes it anew, and loses nothing; without one, drop it"
+            yield Check("slots", State.WARNING, f"{slot.name} was invalidated by the server", remedy)
+        elif not slot.read:
+            remedy = f"start its relay, or the disk fills up: SELECT pg_drop_replication_slot('{slot.name}')"
+            yield Check("slots", State.WARNING, f"{what}, and nobody reads it", remedy)
+        elif slot.strains:
+            remedy = "its relay does not keep up: see to its processor and network, or raise max_slot_wal_keep_size"
+            yield Check("slots", State.WARNING, f"{what}, of {slot.budget:,} that it may keep", remedy)
+        else:
+            yield Check("slots", State.OK, what)

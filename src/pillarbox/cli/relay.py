@@ -70,6 +70,12 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
     callback=_parse_address,
     help="Answer GET /livez, /readyz and /metrics there, while it runs; loopback by default.",
 )
+@click.option(
+    "--source",
+    type=click.Choice(["cursor", "cdc"]),
+    help="Where bodies come from: the table, or PostgreSQL's replication stream; by default as the settings say.",
+)
+@click.option("--slot", metavar="NAME", help="With cdc: a replication slot that is kept, instead of a temporary one.")
 @click.option("--drain", is_flag=True, help="Send what can be sent now, and exit.")
 @options
 def command(
@@ -80,6 +86,8 @@ def command(
     name: str | None,
     shards: frozenset[int] | None,
     http: tuple[str, int] | None,
+    source: str | None,
+    slot: str | None,
     drain: bool,
 ) -> None:
     """Run a relay.
@@ -90,12 +98,14 @@ def command(
     if drain and http is not None:
         raise click.UsageError("--http is for a relay that runs on, and --drain for one that exits: choose one.")
     settings = load_settings(config)
+    said = {"source": source, "slot": slot}
+    options = settings.relay.model_dump() | {option: value for option, value in said.items() if value is not None}
 
     async def work() -> None:
         async with _opened(settings, box) as opened_box:
             await _check_shards(opened_box, shards)
             metrics = _observe(opened_box, settings, metrics=http is not None)
-            relay = opened_box.relay(name=name, shards=shards, **settings.relay.model_dump())
+            relay = opened_box.relay(name=name, shards=shards, **options)
             if drain:
                 done = asdict(await relay.drain())
                 emit(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigurationError, MissingExtraError
+
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from ..telemetry import Signals
+    from .feed import Feed
     from .queue import QueueStore
 
 
@@ -19,3 +23,22 @@ def store_on(engine: AsyncEngine) -> QueueStore:
     from .queue import QueueStore  # noqa: PLC0415  as above
 
     return QueueStore(engine)
+
+
+def streaming_on(
+    engine: AsyncEngine, relay: str, slot: str | None, buffer_bytes: int, signals: Signals
+) -> tuple[QueueStore, Feed]:
+    """The store for a relay that gets bodies by logical replication, and what brings them."""
+    if engine.dialect.name != "postgresql":
+        raise ConfigurationError(
+            f'source "cdc" reads the replication stream of PostgreSQL, not of {engine.dialect.name}'
+        )
+    try:
+        from .feed import Feed  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise MissingExtraError('source "cdc"', extra="cdc") from error
+    from .buffer import Buffer  # noqa: PLC0415  others need not load it
+    from .cdc import CdcStore  # noqa: PLC0415  as above
+
+    buffer = Buffer(buffer_bytes)
+    return CdcStore(engine, buffer, signals), Feed(engine, buffer, relay=relay, slot=slot, signals=signals)

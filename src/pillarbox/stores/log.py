@@ -49,6 +49,7 @@ class LogStore(QueueStore):
     def __init__(self, engine: AsyncEngine) -> None:
         super().__init__(engine)
         self._warned = False
+        self._rows = RowReader()
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
@@ -123,7 +124,7 @@ class LogStore(QueueStore):
     ) -> Page:
         if lane.cursor is None:
             return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
-        return await self.each_alone(_poll, lane, _Room(limit, max_bytes), sorted(paused), detour)
+        return await self.each_alone(_poll, lane, _Room(limit, max_bytes, self._rows), sorted(paused), detour)
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         if lane.cursor is None:
@@ -205,11 +206,28 @@ class Look(msgspec.Struct, frozen=True):
     """Whose rows they are, if it was a detour."""
 
 
+class RowReader:
+    """How a look gets its rows: here all of them from the table, with the look itself."""
+
+    def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A look that is mostly enough; rows that are too large may lack their bodies."""
+        return sql.GLANCES[bool(parameters["running"])].fetch(connection, parameters)
+
+    def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A closer look, with all bodies that the bytes allow."""
+        found = looks.light.fetch(connection, parameters)
+        if not _lacks_bodies(found):
+            return found
+        # It may leave out rows that were too much, so how far it has looked says nothing.
+        return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
+
+
 class _Room(NamedTuple):
-    """How much a page may hold."""
+    """How much a page may hold, and where its rows come from."""
 
     limit: int
     max_bytes: int
+    reader: RowReader
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -223,7 +241,7 @@ class _Found(msgspec.Struct, frozen=True):
 
 def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
     failures = Failures(connection, lane)
-    redo = tuple(failures.redo(*room, paused)) if lane.waiting else ()
+    redo = tuple(failures.redo(room.limit, room.max_bytes, paused)) if lane.waiting else ()
     if detour is not None and not _may_find(lane, detour):
         return Page(redo=redo, fresh=())
     found = _look(connection, lane, detour, room)
@@ -261,7 +279,7 @@ def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -
 
 
 def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
-    limit = room.limit
+    limit, reader = room.limit, room.reader
     parameters = {
         "route": lane.route.id,
         "shard": lane.shard,
@@ -280,19 +298,19 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
             parameters |= {"snapshot": str(main.seen), "up_to": main.high}
     window = _Looked(start, limit, detour)
     if start.paging is not None:
-        found = _found(connection, page, {**parameters, **_late(start.late), "done": start.done})
+        found = reader.look(connection, page, {**parameters, **_late(start.late), "done": start.done})
         window.check(found)
         return window.of(found, start.paging, start.late)
     seen = start.seen
     before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
     passed = False
     if not lane.detours:
-        glance = sql.GLANCES[bool(seen.running)].fetch(connection, {**parameters, **before})
+        glance = reader.glance(connection, {**parameters, **before})
         late, snapshot, _ = window.check(glance)
         if late is None and not _lacks_bodies(glance):
             return window.of(glance, snapshot)
         passed = late is not None  # if all of them were discarded
-    found = _found(connection, poll, {**parameters, **before})
+    found = reader.look(connection, poll, {**parameters, **before})
     count, snapshot, xids = window.check(found)
     if main is not None:
         snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
@@ -301,21 +319,13 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
     more = connection.execute(sql.LATE_XIDS, {**parameters, **before, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in seen.running if snapshot.shows(xid))}))
-    found = _found(connection, page, {**parameters, **_late(xids), "done": 0})
+    found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
     return window.of(found, snapshot, xids)
 
 
 def _side(lane: Lane, detour: str | None) -> dict[str, Any]:
     """Which tenants a statement is about."""
     return {"detour": detour, "passed_over": [] if detour is not None else sorted(lane.detours or ())}
-
-
-def _found(connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
-    found = looks.light.fetch(connection, parameters)
-    if not _lacks_bodies(found):
-        return found
-    # It may leave out rows that were too much, so how far it has looked says nothing.
-    return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
 
 
 def _lacks_bodies(found: Sequence[Any]) -> bool:
@@ -577,7 +587,7 @@ def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
     """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for it."""
     main, at = settled_at(lane), settled_at(lane, detour)
     while main.has_passed(at):
-        found = _look(connection, lane, detour, _Room(1, 1))
+        found = _look(connection, lane, detour, _Room(1, 1, RowReader()))
         if found.rows:
             return False
         if not found.passed:

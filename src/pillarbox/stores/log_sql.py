@@ -64,6 +64,17 @@ _SMALL = (
     "CASE WHEN length(body) <= CAST(:max_bytes AS bigint) / CAST(:limit AS bigint) THEN body END AS body"
 )
 
+_ELSEWHERE = "id BETWEEN CAST(:elsewhere_from AS bigint) AND CAST(:elsewhere_to AS bigint)"
+_PLACES = f"""
+    id, CASE WHEN {_ELSEWHERE} THEN NULL ELSE event_id END,
+    CASE WHEN {_ELSEWHERE} THEN CAST(xid AS text) ELSE topic END,
+    CASE WHEN {_ELSEWHERE} THEN NULL ELSE key END, CASE WHEN {_ELSEWHERE} THEN NULL ELSE tenant END,
+    CASE WHEN {_ELSEWHERE} THEN NULL ELSE headers END,
+    CASE WHEN NOT {_ELSEWHERE} AND length(body) <= CAST(:max_bytes AS bigint) / CAST(:limit AS bigint) THEN body END
+    AS body"""
+"""The same, but of rows that may be at hand elsewhere only where they stand: no event id, and in the place of the topic
+their transaction."""
+
 _POLL = f"""
     WITH late AS MATERIALIZED (
         SELECT found.* FROM (
@@ -74,7 +85,7 @@ _POLL = f"""
              ORDER BY o.xid, o.id LIMIT :limit + 1)
         ) found ORDER BY found.id LIMIT :limit + 1
     ), fresh AS (
-        SELECT {_COLUMNS} FROM pillarbox_outbox o
+        SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
         WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
         ORDER BY o.id LIMIT :limit
     )"""  # noqa: S608  constants
@@ -85,12 +96,15 @@ _PAGE = f"""
     )"""
 
 
-_FRESH_ROWS = f"""
-    (SELECT 1 AS part, {_SMALL} FROM (
-        SELECT {_COLUMNS} FROM pillarbox_outbox o
+def _fresh_rows(columns: str) -> str:
+    return f"""
+    (SELECT 1 AS part, {columns} FROM (
+        SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
         WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
         ORDER BY o.id LIMIT :limit
     ) fresh)"""  # noqa: S608  constants
+
+
 _OF_LATER = f"""
     (SELECT o.id FROM pillarbox_outbox o
      WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high ORDER BY o.xid, o.id LIMIT 1)"""  # noqa: S608  constants
@@ -99,23 +113,30 @@ _OF_RUNNING = f"""
         SELECT o.id FROM pillarbox_outbox o
         WHERE {_LANE} AND o.xid = x.xid AND o.id <= :high ORDER BY o.id LIMIT 1
      ) one LIMIT 1)"""  # noqa: S608  constants
-GLANCES = {
-    False: DirectStatement(text(_FRESH_ROWS + _WITH_LOOK.format(_OF_LATER, "NULL"))),
-    True: DirectStatement(text(_FRESH_ROWS + _WITH_LOOK.format(f"coalesce({_OF_LATER}, {_OF_RUNNING})", "NULL"))),
-}
+
+
+def _glances(columns: str) -> dict[bool, DirectStatement]:
+    rows, late = _fresh_rows(columns), {False: _OF_LATER, True: f"coalesce({_OF_LATER}, {_OF_RUNNING})"}
+    return {running: DirectStatement(text(rows + _WITH_LOOK.format(each, "NULL"))) for running, each in late.items()}
+
+
+GLANCES = _glances(_SMALL)
 """The look that is mostly enough: fresh rows, and a late one, if there is any; then one must look again, and closer. By
 whether somebody was at work when the lane last looked. The database plans every look anew, since it thinks that the
 next one may be quite different: so this one is as simple as can be."""
+GLANCES_AT_PLACES = _glances(_PLACES)
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """A statement in two forms. The light one leaves out bodies that are larger than their share of the bytes; then the
-    sized one must be asked, which adds them up, and takes three times as long.
+    """A statement in three forms. The light one leaves out bodies that are larger than their share of the bytes; then
+    the sized one must be asked, which adds them up, and takes three times as long. The one of places leaves out rows
+    that may be at hand elsewhere, too.
     """
 
     light: DirectStatement
     sized: DirectStatement
+    places: DirectStatement
 
 
 # A lane with detours passes over the rows of their tenants, and a detour sees only those, as far as the lane has come.
@@ -141,7 +162,7 @@ _DIVIDED_POLL = f"""
              ORDER BY o.xid, o.id LIMIT :limit + 1)
         ) found ORDER BY found.id LIMIT :limit + 1
     ), fresh AS MATERIALIZED (
-        SELECT {_ROW} FROM ({_LOOKED_AT.format(f"{_COLUMNS}, {_OURS} AS ours, o.xid")}) o
+        SELECT {_ROW}, o.xid FROM ({_LOOKED_AT.format(f"{_COLUMNS}, {_OURS} AS ours, o.xid")}) o
         WHERE ours AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
         ORDER BY o.id LIMIT :limit
     )"""  # noqa: S608  constants
@@ -159,10 +180,11 @@ _REACHED = f"""
 
 
 def _looks(rows: str, found: str, rest: str) -> Looks:
-    """Both forms of a look."""
+    """All forms of a look."""
     return Looks(
         DirectStatement(text(rows + found.format(_SMALL) + rest)),
         DirectStatement(text(rows + _sized(found.format(_ROW), f"part, {_ROW}") + rest)),
+        DirectStatement(text(rows + found.format(_PLACES) + rest)),
     )
 
 
@@ -177,6 +199,19 @@ DIVIDED_POLL = _looks(_DIVIDED_POLL, _BOTH, _LOOK + _REACHED)
 """The same, in a lane with detours, or in one of those. It also tells how far it has looked, and any late row that it
 may have passed over (4)."""
 DIVIDED_PAGE = _looks(_DIVIDED_PAGE, _LATE_ROWS, _LOOK)
+
+NAMED = DirectStatement(
+    text(
+        _sized(
+            f"""
+            SELECT one.* FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
+                SELECT {_COLUMNS} FROM pillarbox_outbox o WHERE {_FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
+            ) one""",  # noqa: S608  constants
+            _ROW,
+        )
+    )
+)
+"""Rows that a look has named, as many as the bytes allow."""
 
 LATE_XIDS = text(
     f"""

@@ -1,0 +1,141 @@
+"""Rows that a stream has brought and that no look has named yet: bounded, and the oldest go first.
+
+What is here is never progress, and never the only copy. A row leaves it when a look at the table names its id and its
+transaction; then both were committed there, on the server that the stream came from. Whatever is not here is read from
+the table.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from ..outbox import LaneName
+from .pgoutput import Streamed
+
+OVERHEAD = 800
+"""What a row takes beside its bytes, about."""
+AHEAD = 20_000
+"""How many rows that were sent before the stream has brought them are remembered."""
+RINGS = 8
+"""How often a row that a look has passed over is worth another look: it may not have been visible yet."""
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.rows: OrderedDict[int, Streamed] = OrderedDict()
+        self.low = self.high = 0
+
+
+class Buffer:
+    """Rows by lane and id, in the order of their arrival. Belongs to one relay, and to its event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self.received = 0
+        """Rows that have come, ever."""
+        self.server: str | None = None
+        """Where they come from, and since when it runs: looks at another server do not use them."""
+        self._lanes: dict[LaneName, _Lane] = {}
+        self._order: deque[tuple[LaneName, int]] = deque()
+        self.ahead: OrderedDict[int, None] = OrderedDict()
+        """Rows that were read from the table while their stream was up, and that it has not brought yet."""
+
+        self._passed_over: dict[int, tuple[LaneName, int]] = {}
+
+    def put(self, row: Streamed) -> bool:
+        """Keep a row, and let go of the oldest ones if they are too many. False if it was read from the table before
+        it came.
+        """
+        self.received += 1
+        if self.ahead and self.ahead.pop(row.id, row) is None:
+            return False
+        lane = self._lanes.get(row.lane)
+        if lane is None:
+            lane = self._lanes[row.lane] = _Lane()
+        if row.id in lane.rows:
+            self._drop(lane, row.id)
+        if not lane.rows:
+            lane.low = lane.high = row.id
+        elif row.id > lane.high:
+            lane.high = row.id
+        elif row.id < lane.low:
+            lane.low = row.id
+        lane.rows[row.id] = row
+        self.bytes += _size(row)
+        self._order.append((row.lane, row.id))
+        self._shrink()
+        return True
+
+    def span(self, name: LaneName) -> tuple[int, int] | None:
+        """The lowest and the highest id at hand; between them most rows of the lane are, but not all need be."""
+        lane = self._lanes.get(name)
+        return None if lane is None or not lane.rows else (lane.low, lane.high)
+
+    def get(self, name: LaneName, row: int, xid: int) -> Streamed | None:
+        """The row, if it is here and of that transaction. Another one of the same id is from another history."""
+        lane = self._lanes.get(name)
+        found = None if lane is None else lane.rows.get(row)
+        return found if found is not None and found.xid == xid else None
+
+    def passed(self, name: LaneName, rows: list[int]) -> None:
+        """A look has named these rows, and they are in use, wherever they came from. What stands before them and was
+        not named is let go, too: if it is needed at all, the table has it.
+        """
+        if self.server is None or not rows:
+            return
+        lane = self._lanes.get(name)
+        if (lane is None or not lane.rows) and not self._passed_over:  # as it is while a backlog is sent
+            self.ahead.update(dict.fromkeys(rows))
+        else:
+            self._let_go(name, lane or _Lane(), rows)
+        while len(self.ahead) > AHEAD:
+            self.ahead.popitem(last=False)
+
+    def _let_go(self, name: LaneName, lane: _Lane, rows: list[int]) -> None:
+        for row in rows:
+            if row in lane.rows:
+                self._drop(lane, row)
+            elif self._passed_over.pop(row, None) is None:
+                self.ahead[row] = None
+        while lane.rows and (first := next(iter(lane.rows))) <= rows[-1]:
+            self._drop(lane, first)
+            self._passed_over[first] = (name, RINGS)
+        lane.low = max(lane.low, rows[-1] + 1)
+
+    def unnamed(self) -> set[LaneName]:
+        """Lanes with rows that no look has named. Those that one has passed over are told of a few times only."""
+        lanes = {name for name, lane in self._lanes.items() if lane.rows}
+        for row, (name, left) in [*self._passed_over.items()]:
+            lanes.add(name)
+            if left > 1:
+                self._passed_over[row] = (name, left - 1)
+            else:
+                del self._passed_over[row]
+        return lanes
+
+    def clear(self) -> None:
+        """Let go of everything: the stream is lost, or comes from another server."""
+        self._lanes.clear()
+        self._order.clear()
+        self.ahead.clear()
+        self._passed_over.clear()
+        self.bytes = 0
+        self.server = None
+
+    def _drop(self, lane: _Lane, row: int) -> None:
+        self.bytes -= _size(lane.rows.pop(row))
+
+    def _shrink(self) -> None:
+        while self._order:
+            name, row = self._order[0]
+            lane = self._lanes[name]
+            if row in lane.rows:
+                if self.bytes <= self.limit:
+                    return
+                self._drop(lane, row)
+            self._order.popleft()
+
+
+def _size(row: Streamed) -> int:
+    return OVERHEAD + len(row.headers) + len(row.body) + len(row.key) + len(row.topic)

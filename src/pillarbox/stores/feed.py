@@ -1,0 +1,238 @@
+"""The stream of one relay: kept up, looked after, and never waited for.
+
+What it brings goes to the buffer, and rings for its lanes; a commit can be on the stream before other connections see
+it, so lanes are rung again until a look has named their rows. When the stream is lost, for whatever reason, the buffer
+is emptied, an alarm goes out, and it is tried again, less and less often. Meanwhile the relay reads from the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Collection, Container, Iterator
+from typing import Literal
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from .. import telemetry
+from ..errors import ConfigurationError
+from ..outbox import LaneName
+from ..redaction import redacted
+from ..retry import RetryPolicy
+from ..telemetry import SILENT, LogEvent, Sample, Signals
+from .buffer import Buffer
+from .pgoutput import Decoder
+from .slots import SlotState, is_published, slot_states
+from .stream import PREFIX, Stream, StreamRefused, connection_info, open_stream
+
+logger = logging.getLogger("pillarbox")
+
+AGAIN = RetryPolicy(base=0.2, cap=30.0)
+CHECK_SECONDS = 5.0
+RING_AGAIN, RING_LAST = 0.01, 1.0
+
+Hearer = Callable[[Collection[LaneName]], object]
+
+
+class _Unpublished(Exception):  # noqa: N818  an outcome
+    pass
+
+
+class Feed:
+    """Keeps a buffer filled while its relay runs. ``slot`` is the name of a slot that is kept when it does not."""
+
+    def __init__(
+        self, engine: AsyncEngine, buffer: Buffer, *, relay: str, slot: str | None = None, signals: Signals = SILENT
+    ) -> None:
+        if slot is not None and not re.fullmatch(rf"{PREFIX}[a-z0-9_]{{0,54}}", slot):
+            raise ConfigurationError(
+                f"slot must be {PREFIX!r} or start with it, so that people know whose it is, and have at most 63 of "
+                f"a-z, 0-9 and _, got {slot!r}"
+            )
+        self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._info = connection_info(engine.url, relay)
+        self._buffer = buffer
+        self._relay = relay
+        self._slot = slot
+        self._signals = signals
+        self._hearer: Hearer = len
+        self._lanes: Container[LaneName] = ()
+        self._new: set[LaneName] = set()
+        self._pause = RING_AGAIN
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._was_up = False
+        self._said: str | None = None
+        self._strained = False
+        self.state: Literal["off", "starting", "up", "down"] = "off"
+
+    @property
+    def works(self) -> bool:
+        """Whether commits are heard of by it now."""
+        return self.state == "up"
+
+    def start(self, hearer: Hearer, lanes: Container[LaneName]) -> None:
+        """Begin, in the background. Only rows of ``lanes`` are kept, and ``hearer`` is told about them."""
+        self._hearer, self._lanes = hearer, lanes
+        self.state = "starting"
+        for reason in ("connection", "slot", "publication", "refused"):
+            self._signals.count(telemetry.STREAM_LOST, (reason,), 0)
+        for source in ("stream", "table"):
+            self._signals.count(telemetry.STREAM_ROWS, (source,), 0)
+        self._task = asyncio.create_task(self._keep_up(), name=f"stream of {self._relay}")
+
+    async def stop(self) -> None:
+        """End, and keep nothing."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task], timeout=10.0)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._buffer.clear()
+        self._was_up, self._said = False, None
+        self.state = "off"
+
+    def samples(self) -> Iterator[Sample]:
+        """What gauges show of it."""
+        if self.state != "off":
+            yield Sample(telemetry.STREAMS_DOWN, (), self.state != "up")
+            yield Sample(telemetry.STREAM_BUFFER, (), self._buffer.bytes)
+
+    # -- keeping it up -------------------------------------------------------------------------------------------------
+
+    async def _keep_up(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._stream()
+            except Exception as error:
+                failures = 1 if self.state == "up" else failures + 1
+                self._lost(error)
+            finally:
+                self._buffer.clear()
+            await asyncio.sleep(AGAIN.ceiling(failures) / 2 + AGAIN.delay(failures) / 2)
+
+    async def _stream(self) -> None:
+        async with open_stream(self._info, self._slot, may_make=self._slot_is_missing, lost=self._slot_is_lost) as it:
+            decoder, put = Decoder(it.facts.table, self._buffer.ahead), self._buffer.put
+            lanes, new = self._lanes, self._new
+            self._buffer.server = it.facts.server
+
+            def take(message: memoryview) -> None:
+                row = decoder.row(message)
+                if row is not None and row.lane in lanes and put(row):
+                    new.add(row.lane)
+
+            self._up(it)
+            reading = asyncio.ensure_future(it.read(take, self._ring))
+            checking = asyncio.ensure_future(self._check(it))
+            try:
+                await asyncio.wait([reading, checking], return_when=asyncio.FIRST_COMPLETED)
+                for task in (reading, checking):
+                    if task.done():
+                        task.result()
+            finally:
+                reading.cancel()
+                checking.cancel()
+                await asyncio.gather(reading, checking, return_exceptions=True)
+
+    async def _check(self, stream: Stream) -> None:
+        """Look at it from the other side, now and again: some losses a stream does not tell."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            try:
+                async with self._engine.connect() as connection:
+                    published = await connection.run_sync(is_published)
+                    states = {state.name: state for state in await connection.run_sync(slot_states)}
+            except Exception as error:
+                logger.debug("relay %s: its slot cannot be looked at: %s", self._relay, _said(error))
+                continue
+            if not published:
+                raise _Unpublished("the publication pillarbox is gone, or lacks pillarbox_outbox")
+            if stream.slot in states:
+                self._weigh(states[stream.slot])
+
+    def _weigh(self, slot: SlotState) -> None:
+        if slot.strains and not self._strained:
+            kept = f"the server keeps {slot.lag:,} bytes of WAL for it, and may keep {slot.budget:,}"
+            self._say(telemetry.LOG_SLOT_LAGS, f"its slot lags: {kept}; above that it is lost", kept)
+        self._strained = slot.strains
+
+    # -- what people hear of it ----------------------------------------------------------------------------------------
+
+    def _up(self, stream: Stream) -> None:
+        if self._said is not None:
+            self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=stream.slot)
+        self._said, self._was_up = None, True
+        self.state = "up"
+
+    def _lost(self, error: Exception) -> None:
+        said, fresh = _said(error), self.state == "up"
+        self.state = "down"
+        if fresh or said != self._said:
+            what = "it has lost its stream" if fresh else "it gets no stream"
+            self._say(telemetry.LOG_STREAM_DOWN, f"{what}, and reads bodies from the table: {said}", said)
+        logger.debug("relay %s: the stream", self._relay, exc_info=error)
+        self._said = said
+        self._signals.count(telemetry.STREAM_LOST, (_reason(error),))
+
+    def _slot_is_missing(self) -> None:
+        if self._was_up:
+            self._slot_is_lost(f"the slot {self._slot} is not there any more")
+        else:
+            what = f"the slot {self._slot} is not there, and is made: what was committed before comes from the table"
+            self._say(telemetry.LOG_SLOT_MADE, what)
+
+    def _slot_is_lost(self, reason: str) -> None:
+        self._signals.count(telemetry.STREAM_LOST, ("slot",))
+        what = f"{reason}; a new one is made, and what this one would have brought comes from the table"
+        self._say(telemetry.LOG_SLOT_LOST, what, reason)
+
+    def _say(self, event: LogEvent, what: str, reason: str | None = None, slot: str | None = None) -> None:
+        extra = telemetry.fields(event, relay=self._relay, slot=slot or self._slot, reason=reason)
+        level = logging.ERROR if event.level == "error" else logging.WARNING
+        logger.log(level, "relay %s: %s", self._relay, what, extra=extra)
+
+    # -- ringing -------------------------------------------------------------------------------------------------------
+
+    def _ring(self) -> None:
+        """There are new rows in some lanes."""
+        if not self._new:
+            return
+        self._hearer(self._new)
+        self._new.clear()
+        self._pause = RING_AGAIN
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._ring_again)
+
+    def _ring_again(self) -> None:
+        """Lanes whose rows nobody has named yet may have looked too early."""
+        self._timer = None
+        if self._pause < RING_LAST and (lanes := self._buffer.unnamed()):
+            self._hearer(lanes)
+            self._pause *= 2
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._ring_again)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, (StreamRefused, _Unpublished)):
+        return str(error)
+    said = str(error).partition("\n")[0]
+    hint = next((hint for words, hint in _HINTS if re.search(words, said)), "")
+    return redacted(f"{type(error).__name__}: {said}{hint}")
+
+
+# What refuses a connection has no code, only words.
+_HINTS = (
+    ("max_wal_senders", "; raise max_wal_senders"),
+    (r"(?i)wal ?sender|replication", "; the role of the relay needs REPLICATION, and a direct connection"),
+)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, StreamRefused):
+        return "refused"
+    return "publication" if isinstance(error, _Unpublished) else "connection"

@@ -1,0 +1,105 @@
+"""What PostgreSQL's own output plugin says on a replication stream, as far as an outbox needs it: rows of one table.
+
+Messages of other tables, of transactions, and of kinds that we did not ask for are passed over; a message that a
+transaction leaves outside of itself (`pg_logical_emit_message(false, ...)`), and that is delivered even if it rolls
+back, is one of these.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Container
+from typing import NamedTuple
+from uuid import UUID
+
+from ..errors import StoreError
+from ..outbox import LaneName
+
+COLUMNS = ("id", "event_id", "route", "shard", "topic", "key", "tenant", "headers", "body", "xid")
+"""What of a row is wanted. Everything else is left out of the publication where the server can do that."""
+
+_INSERT, _RELATION = b"IR"
+_BINARY, _NULL = b"bn"
+_TABLE = struct.Struct(">I")
+_INSERTED = struct.Struct(">IcH")
+_SIZE = struct.Struct(">I")
+_ID = struct.Struct(">q")
+
+
+class Streamed(NamedTuple):
+    """A row as it came, with its values still in their binary form: most of it is decoded only if it is used."""
+
+    id: int
+    xid: int
+    lane: LaneName
+    event_id: bytes
+    topic: bytes
+    key: bytes
+    tenant: bytes | None
+    headers: bytes
+    body: bytes
+
+    def values(self) -> tuple[UUID, str, str, str | None, str, bytes]:
+        """Event id, topic, key, tenant, headers and body, as a statement brings them."""
+        tenant = None if self.tenant is None else self.tenant.decode()
+        headers = self.headers.decode()
+        return UUID(bytes=self.event_id), self.topic.decode(), self.key.decode(), tenant, headers, self.body
+
+
+class Decoder:
+    """Reads the messages of one stream, in their order: the server describes a table once, before its first row."""
+
+    def __init__(self, table: int, skip: Container[int] = ()) -> None:
+        self._table = table
+        """The table's oid: another schema may have one with the same name."""
+        self._skip = skip
+        self._wanted: tuple[int, ...] = ()
+
+    def row(self, message: memoryview) -> Streamed | None:
+        """The row that the message brings, if it is one of our table, with a transaction. What ``skip`` holds the id of
+        is not even looked at.
+        """
+        kind = message[0]
+        if kind == _INSERT:
+            return self._inserted(message)
+        if kind == _RELATION and _TABLE.unpack_from(message, 1)[0] == self._table:
+            self._describe(bytes(message))
+        return None
+
+    def _describe(self, message: bytes) -> None:
+        at = message.index(0, message.index(0, 5) + 1) + 2  # schema, name, replica identity
+        count = int.from_bytes(message[at : at + 2])
+        at += 2
+        names = []
+        for _ in range(count):
+            end = message.index(0, at + 1)  # after its flags
+            names.append(message[at + 1 : end].decode())
+            at = end + 9  # type and modifier
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise StoreError(f"the publication leaves out {', '.join(missing)} of pillarbox_outbox")
+        self._wanted = tuple(names.index(name) for name in COLUMNS)
+
+    def _inserted(self, message: memoryview) -> Streamed | None:
+        table, _, count = _INSERTED.unpack_from(message, 1)
+        if table != self._table:
+            return None
+        if self._wanted[0] == 0 and _ID.unpack_from(message, 13)[0] in self._skip:
+            return None
+        data, at, found = message.tobytes(), 8, list[bytes | None]()
+        for _ in range(count):
+            kind = data[at]
+            if kind == _BINARY:
+                start = at + 5
+                at = start + _SIZE.unpack_from(data, at + 1)[0]
+                found.append(data[start:at])
+            elif kind == _NULL:
+                at += 1
+                found.append(None)
+            else:
+                raise StoreError(f"the stream brings a value as {chr(kind)!r}, and binary was asked for")
+        row, event_id, route, shard, topic, key, tenant, headers, body, xid = [found[index] for index in self._wanted]
+        if xid is None or row is None or route is None or shard is None:
+            return None  # from before there was a log
+        lane = LaneName(int.from_bytes(route, signed=True), int.from_bytes(shard, signed=True))
+        values = (event_id or b"", topic or b"", key or b"", tenant, headers or b"", body or b"")
+        return Streamed(int.from_bytes(row), int.from_bytes(xid), lane, *values)

@@ -1,0 +1,66 @@
+"""Replication slots, seen from the database: how much WAL is kept for them, and who reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sqlalchemy import Connection, text
+
+_STATES = text(
+    """
+    SELECT slot_name, temporary, active_pid IS NOT NULL AS read, wal_status, restart_lsn IS NOT NULL AS keeps,
+           CAST(coalesce(pg_wal_lsn_diff(
+               CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END, restart_lsn
+           ), 0) AS bigint) AS lag,
+           (SELECT CAST(setting AS bigint) * 1048576 FROM pg_settings
+            WHERE name = 'max_slot_wal_keep_size' AND CAST(setting AS bigint) >= 0) AS budget
+    FROM pg_replication_slots
+    WHERE database = current_database() AND plugin = 'pgoutput' AND slot_name LIKE 'pillarbox%'
+    ORDER BY slot_name
+    """
+)
+_PUBLISHED = text(
+    """
+    SELECT EXISTS (
+        SELECT FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid
+        WHERE p.pubname = 'pillarbox' AND p.pubinsert
+          AND (p.puballtables OR r.prrelid = CAST('pillarbox_outbox' AS regclass)))
+    """
+)
+
+
+class SlotState(NamedTuple):
+    """A slot of ours."""
+
+    name: str
+    temporary: bool
+    read: bool
+    """Whether somebody reads it now."""
+    wal_status: str | None
+    keeps: bool
+    lag: int
+    """Bytes of WAL that the server keeps for it."""
+    budget: int | None
+    """How many it may keep; None for any number."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server has given it up."""
+        return self.wal_status == "lost"
+
+    @property
+    def strains(self) -> bool:
+        """Whether half of what may be kept is kept."""
+        return self.budget is not None and self.lag * 2 >= self.budget
+
+
+def slot_states(connection: Connection) -> list[SlotState]:
+    """All slots of ours in this database; on other databases than PostgreSQL there are none."""
+    if connection.dialect.name != "postgresql":
+        return []
+    return [SlotState(*row) for row in connection.execute(_STATES)]
+
+
+def is_published(connection: Connection) -> bool:
+    """Whether the outbox is in the publication. Newer servers stream on without it, and bring nothing."""
+    return bool(connection.execute(_PUBLISHED).scalar_one())

@@ -1,0 +1,299 @@
+"""A replication stream of PostgreSQL, over psycopg: a slot, a publication, and the messages that come.
+
+Everything that was received is confirmed at once. Nothing is ever read again from a stream, so the server need not keep
+anything for us, and what other databases write in the meantime is confirmed as well, by the server's own position.
+A slot is temporary unless it has a name: it ends with its connection, so a relay that died keeps no WAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import errors, pq
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import namedtuple_row
+from sqlalchemy import URL
+
+from .pgoutput import COLUMNS
+
+PUBLICATION = "pillarbox"
+PREFIX = "pillarbox"
+"""How our slots are called, for people, `doctor` and metrics."""
+
+CONFIRM_SECONDS = 1.0
+SILENT_SECONDS = 5.0
+"""A server that has said nothing for so long is asked to; after three times that it is gone."""
+SLICE = 500
+"""Messages that are read before others get their turn."""
+
+_DATA, _KEEPALIVE = b"wk"
+_POSITION = struct.Struct(">Q")
+_HEADER = 25
+_CONFIRM = struct.Struct(">cQQQQ?")
+
+
+class StreamRefused(Exception):  # noqa: N818  an outcome, which a person can change
+    """The server does not give us a stream; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server is, as far as a stream depends on it."""
+
+    server: str
+    """Since when it runs: as looks tell it."""
+    version: int
+    table: int
+    position: str
+
+
+def connection_info(url: URL, name: str) -> str:
+    """How libpq connects to where a URL leads, whichever driver that is for."""
+    there = url.set(drivername="postgresql+psycopg")
+    given: dict[str, Any] = dict(there.get_dialect()().create_connect_args(there)[1])
+    if "ssl" in given:  # as asyncpg calls it
+        given.setdefault("sslmode", "require" if given["ssl"] in ("true", "True") else given["ssl"])
+    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
+    options = {key: value for key, value in given.items() if key in known}
+    return make_conninfo(
+        **{
+            "connect_timeout": 10,
+            **options,
+            "application_name": f"pillarbox stream of {name}"[:63],
+            "replication": "database",
+            "client_encoding": "UTF8",
+        }
+    )
+
+
+class Stream:
+    """One connection that streams. Made by `open_stream`."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], slot: str, facts: Facts) -> None:
+        self._connection = connection
+        self._pg = connection.pgconn
+        self.slot = slot
+        self.facts = facts
+        self.position = 0
+        """Up to where we have heard everything."""
+        self._heard_at = 0.0
+        self._confirmed_at = 0.0
+
+    async def read(self, take: Callable[[memoryview], None], done: Callable[[], None]) -> None:
+        """Hand over every message as it comes, and say after each handful that there is no more for now. Ends by an
+        error only.
+        """
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pg.socket, readable.set)
+        self._heard_at = loop.time()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(CONFIRM_SECONDS):
+                        await readable.wait()
+                except TimeoutError:
+                    self._see_whether_it_lives()
+                readable.clear()
+                self._pg.consume_input()
+                while self._take_some(take):
+                    done()
+                    await asyncio.sleep(0)
+                done()
+                if loop.time() - self._confirmed_at > CONFIRM_SECONDS:
+                    self._confirm()
+        finally:
+            loop.remove_reader(self._pg.socket)
+
+    def _take_some(self, take: Callable[[memoryview], None]) -> bool:
+        """Whether there may be more."""
+        get = self._pg.get_copy_data
+        for _ in range(SLICE):
+            size, message = get(1)
+            if size == 0:
+                return False
+            if size < 0:
+                result = self._pg.get_result()
+                said = b"" if result is None else result.error_message
+                raise ConnectionError(said.decode("utf-8", "replace").strip() or "the server has ended the stream")
+            self._heard_at = asyncio.get_running_loop().time()
+            self.position = max(self.position, _POSITION.unpack_from(message, 1)[0])
+            if message[0] == _DATA:
+                take(message[_HEADER:])
+            elif message[0] == _KEEPALIVE and message[17]:  # a server that shuts down waits for this answer
+                self._confirm()
+        return True
+
+    def _see_whether_it_lives(self) -> None:
+        silent = asyncio.get_running_loop().time() - self._heard_at
+        if silent > 3 * SILENT_SECONDS:
+            raise ConnectionError(f"the server has said nothing for {silent:.0f} seconds")
+        if silent > SILENT_SECONDS:
+            self._confirm(ask=True)
+
+    def _confirm(self, *, ask: bool = False) -> None:
+        at = self.position
+        self._pg.put_copy_data(_CONFIRM.pack(b"r", at, at, at, 0, ask))
+        self._pg.flush()
+        self._confirmed_at = asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def open_stream(
+    info: str, slot: str | None, *, may_make: Callable[[], None], lost: Callable[[str], None]
+) -> AsyncIterator[Stream]:
+    """A stream of what is committed from now on. ``slot`` is the name of one that is kept. ``may_make`` is called
+    before such a slot is made, and ``lost`` with the reason before one that is of no use is made anew.
+    """
+    connection = await psycopg.AsyncConnection.connect(
+        info, autocommit=True, prepare_threshold=None, row_factory=namedtuple_row
+    )
+    try:
+        facts = await _examine(connection)
+        await _publish(connection, facts)
+        if slot is None:
+            name = f"{PREFIX}_{uuid4().hex}"
+            await _make(connection, f"CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT")
+        else:
+            name = slot
+            await _keep(connection, name, facts, may_make, lost)
+        stream = Stream(connection, name, facts)
+        await _start(connection, name, facts)
+        yield stream
+    finally:
+        await connection.close()
+
+
+async def _one(connection: psycopg.AsyncConnection[Any], statement: str) -> Any:
+    return await (await connection.execute(statement.encode())).fetchone()
+
+
+_FACTS = """
+    SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) AS server,
+           CAST(current_setting('server_version_num') AS integer) AS version,
+           CAST(to_regclass('pillarbox_outbox') AS oid) AS outbox, pg_is_in_recovery() AS standby,
+           current_setting('wal_level') AS wal_level, CAST(current_setting('max_wal_senders') AS integer) AS senders,
+           CAST(current_setting('max_replication_slots') AS integer) AS slots,
+           (SELECT count(*) FROM pg_replication_slots) AS used,
+           CASE WHEN NOT pg_is_in_recovery() THEN CAST(pg_current_wal_flush_lsn() AS text) END AS position
+"""
+
+
+async def _examine(connection: psycopg.AsyncConnection[Any]) -> Facts:
+    found = await _one(connection, _FACTS)
+    if found.standby:
+        raise StreamRefused("this server is a standby: a relay, and its stream, need the primary")
+    if found.wal_level != "logical":
+        raise StreamRefused(
+            f"wal_level is {found.wal_level}: ALTER SYSTEM SET wal_level = 'logical', and restart the server"
+        )
+    if found.outbox is None:
+        raise StreamRefused("there is no table pillarbox_outbox: run `pillarbox migrate`")
+    return Facts(found.server, found.version, found.outbox, found.position)
+
+
+async def _publish(connection: psycopg.AsyncConnection[Any], facts: Facts) -> None:
+    """See to it that the publication is there, and has the table in it."""
+    state = await _one(
+        connection,
+        f"""
+        SELECT p.pubinsert AS inserts, p.pubviaroot AS via_root, EXISTS (
+            SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = {facts.table}
+        ) OR p.puballtables AS whole FROM pg_publication p WHERE p.pubname = '{PUBLICATION}'
+        """,  # noqa: S608  constants, and a number
+    )
+    columns = f" ({', '.join(COLUMNS)})" if facts.version >= 150_000 else ""
+    table = f"TABLE pillarbox_outbox{columns}"
+    if state is None:
+        statement = (
+            f"CREATE PUBLICATION {PUBLICATION} FOR {table} WITH (publish = 'insert', publish_via_partition_root = true)"
+        )
+    elif not state.whole:
+        statement = f"ALTER PUBLICATION {PUBLICATION} ADD {table}"
+    elif not (state.inserts and state.via_root):
+        statement = f"ALTER PUBLICATION {PUBLICATION} SET (publish = 'insert', publish_via_partition_root = true)"
+    else:
+        return
+    try:
+        await connection.execute(statement.encode())
+    except (errors.DuplicateObject, errors.UniqueViolation):
+        pass  # another relay was faster
+    except errors.InsufficientPrivilege as error:
+        raise StreamRefused(f"this role may not publish the outbox: let its owner run `{statement}`") from error
+
+
+async def _make(connection: psycopg.AsyncConnection[Any], statement: str) -> None:
+    try:
+        await connection.execute(statement.encode())
+    except errors.ConfigurationLimitExceeded as error:
+        raise StreamRefused(
+            "all replication slots of the server are in use: raise max_replication_slots, or drop those that nobody "
+            "reads (`pillarbox doctor` names ours)"
+        ) from error
+
+
+_SLOT = """
+    SELECT plugin, database, database = current_database() AS here, temporary, active_pid, wal_status,
+           to_jsonb(s) ->> 'invalidation_reason' AS reason
+    FROM pg_replication_slots s WHERE slot_name = '{}'
+"""
+
+
+async def _keep(
+    connection: psycopg.AsyncConnection[Any],
+    name: str,
+    facts: Facts,
+    may_make: Callable[[], None],
+    lost: Callable[[str], None],
+) -> None:
+    """See to it that the slot is there and of use."""
+    found = await _one(connection, _SLOT.format(name))
+    for _ in range(5):  # whoever has just hung up may not have gone yet
+        if found is None or found.active_pid is None:
+            break
+        await asyncio.sleep(0.2)
+        found = await _one(connection, _SLOT.format(name))
+    if found is not None:
+        if found.plugin != "pgoutput" or not found.here:
+            raise StreamRefused(f"the slot {name} belongs to something else: give the relay another name for its slot")
+        if found.active_pid is not None:
+            raise StreamRefused(
+                f"the slot {name} is read by process {found.active_pid}: each relay needs a slot of its own"
+            )
+        if found.wal_status != "lost" and found.reason is None:
+            return
+        lost(f"the server has invalidated the slot {name} ({found.reason or 'wal_removed'})")
+        await connection.execute(f"DROP_REPLICATION_SLOT {name}".encode())
+    else:
+        may_make()
+    options = "(SNAPSHOT 'nothing', FAILOVER true)" if facts.version >= 170_000 else "NOEXPORT_SNAPSHOT"
+    await _make(connection, f"CREATE_REPLICATION_SLOT {name} LOGICAL pgoutput {options}")
+
+
+async def _start(connection: psycopg.AsyncConnection[Any], slot: str, facts: Facts) -> None:
+    """From now on: what was committed before is in the table, where we have long begun to read."""
+    command = (
+        f"START_REPLICATION SLOT {slot} LOGICAL {facts.position} "
+        f"(proto_version '1', publication_names '{PUBLICATION}', binary 'true')"
+    )
+    pg, loop, readable = connection.pgconn, asyncio.get_running_loop(), asyncio.Event()
+    pg.send_query(command.encode())
+    pg.flush()
+    loop.add_reader(pg.socket, readable.set)
+    try:
+        while pg.is_busy():
+            await readable.wait()
+            readable.clear()
+            pg.consume_input()
+    finally:
+        loop.remove_reader(pg.socket)
+    result = pg.get_result()
+    if result is None or result.status != pq.ExecStatus.COPY_BOTH:
+        said = b"" if result is None else result.error_message
+        raise ConnectionError(said.decode("utf-8", "replace").strip())

@@ -1,0 +1,226 @@
+"""What a stream says, and what is kept of it."""
+
+from __future__ import annotations
+
+import struct
+from uuid import UUID
+
+import pytest
+from sqlalchemy import make_url
+
+from pillarbox.errors import ConfigurationError, StoreError
+from pillarbox.outbox import LaneName
+from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
+from pillarbox.stores.feed import Feed
+from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
+from pillarbox.stores.slots import SlotState
+from pillarbox.stores.stream import connection_info
+
+TABLE, LANE = 4711, LaneName(-5, 3)
+EVENT = UUID(int=7)
+VALUES = {
+    "id": (9).to_bytes(8),
+    "event_id": EVENT.bytes,
+    "route": (-5).to_bytes(8, signed=True),
+    "shard": (3).to_bytes(4),
+    "topic": b"orders",
+    "key": "k\u00e4".encode(),
+    "tenant": None,
+    "headers": b'{"a": "b"}',
+    "body": b"\x00\xff",
+    "xid": (2**33).to_bytes(8),
+}
+
+
+def relation(columns: tuple[str, ...], table: int = TABLE) -> memoryview:
+    described = b"".join(struct.pack(">B", 0) + name.encode() + b"\0" + struct.pack(">Ii", 20, -1) for name in columns)
+    head = b"R" + struct.pack(">I", table) + b"public\0pillarbox_outbox\0" + b"d" + struct.pack(">H", len(columns))
+    return memoryview(head + described)
+
+
+def inserted(values: list[bytes | None], table: int = TABLE, kind: bytes = b"b") -> memoryview:
+    columns = b"".join(b"n" if value is None else kind + struct.pack(">I", len(value)) + value for value in values)
+    return memoryview(b"I" + struct.pack(">IcH", table, b"N", len(values)) + columns)
+
+
+def streamed(row: int, *, xid: int = 1, lane: LaneName = LANE, size: int = 0) -> Streamed:
+    return Streamed(row, xid, lane, EVENT.bytes, b"", b"", None, b"", bytes(size))
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_comes_out_as_it_went_in() -> None:
+    decoder = Decoder(TABLE)
+    assert decoder.row(relation(COLUMNS)) is None
+    row = decoder.row(inserted([VALUES[name] for name in COLUMNS]))
+    assert row is not None
+    assert (row.id, row.xid, row.lane) == (9, 2**33, LANE)
+    assert row.values() == (EVENT, "orders", "kä", None, '{"a": "b"}', b"\x00\xff")
+
+
+def test_columns_come_in_any_order_and_strange_ones_are_passed_over() -> None:
+    names = ("status", *reversed(COLUMNS), "sent_at")
+    decoder = Decoder(TABLE)
+    decoder.row(relation(names))
+    row = decoder.row(inserted([VALUES.get(name, b"?") for name in names]))
+    assert row is not None
+    assert (row.id, row.values()[0]) == (9, EVENT)
+
+
+def test_rows_of_other_tables_are_passed_over() -> None:
+    decoder = Decoder(TABLE)
+    decoder.row(relation(COLUMNS))
+    decoder.row(relation(("id",), table=1))
+    assert decoder.row(inserted([b"?"], table=1)) is None
+    assert decoder.row(inserted([VALUES[name] for name in COLUMNS])) is not None
+
+
+def test_h60_messages_of_every_other_kind_are_passed_over() -> None:
+    decoder = Decoder(TABLE)
+    for kind in b"BCMOTUDYSEcA":
+        assert decoder.row(memoryview(bytes([kind]) + b"whatever it says")) is None
+
+
+def test_a_row_from_before_there_was_a_log_is_passed_over() -> None:
+    decoder = Decoder(TABLE)
+    decoder.row(relation(COLUMNS))
+    assert decoder.row(inserted([None if name == "xid" else VALUES[name] for name in COLUMNS])) is None
+
+
+def test_a_publication_that_leaves_something_out_is_refused() -> None:
+    with pytest.raises(StoreError, match="leaves out body, xid of"):
+        Decoder(TABLE).row(relation(COLUMNS[:-2]))
+
+
+def test_values_as_text_are_refused() -> None:
+    decoder = Decoder(TABLE)
+    decoder.row(relation(COLUMNS))
+    with pytest.raises(StoreError, match="binary was asked for"):
+        decoder.row(inserted([b"12345678"] * len(COLUMNS), kind=b"t"))
+
+
+def test_rows_that_are_not_wanted_are_passed_over() -> None:
+    decoder = Decoder(TABLE, skip={9})
+    decoder.row(relation(COLUMNS))
+    assert decoder.row(inserted([VALUES[name] for name in COLUMNS])) is None
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_given_for_its_id_and_transaction_only() -> None:
+    """H102: after a failover, another row may have the id."""
+    buffer = Buffer(1_000_000)
+    buffer.put(streamed(5, xid=7))
+    assert buffer.get(LANE, 5, 8) is None
+    assert buffer.get(LaneName(1, 1), 5, 7) is None
+    found = buffer.get(LANE, 5, 7)
+    assert found is not None
+    assert found.id == 5
+
+
+def test_the_oldest_go_first_and_the_bound_holds() -> None:
+    buffer = Buffer(10 * OVERHEAD)
+    for row in range(1, 101):
+        buffer.put(streamed(row, lane=LaneName(0, row % 3)))
+        assert buffer.bytes <= buffer.limit
+    kept = [row for row in range(1, 101) if buffer.get(LaneName(0, row % 3), row, 1)]
+    assert kept == [*range(91, 101)]
+
+
+def test_a_row_that_is_too_large_is_not_kept() -> None:
+    buffer = Buffer(OVERHEAD * 2)
+    buffer.put(streamed(1))
+    buffer.put(streamed(2, size=OVERHEAD * 2))
+    assert (buffer.bytes, buffer.span(LANE)) == (0, None)
+
+
+def test_a_row_that_was_read_before_it_came_is_not_kept() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    buffer.passed(LANE, [1, 2])
+    assert [buffer.put(streamed(row)) for row in (1, 2, 3, 1)] == [False, False, True, True]
+    buffer.passed(LANE, [*range(10, 10 + 2 * AHEAD)])
+    assert len(buffer.ahead) == AHEAD
+
+
+def test_what_is_used_goes_and_all_that_came_before_it() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    for row in (3, 5, 4, 9, 7):
+        buffer.put(streamed(row))
+    assert buffer.span(LANE) == (3, 9)
+    buffer.passed(LANE, [5])
+    assert [row for row in range(10) if buffer.get(LANE, row, 1)] == [7, 9]
+    assert buffer.span(LANE) == (6, 9)
+    buffer.passed(LANE, [7, 9])
+    assert (buffer.span(LANE), buffer.bytes) == (None, 0)
+
+
+def test_a_lane_whose_look_passed_over_a_row_is_told_of_a_few_times() -> None:
+    """The row was on the stream before it could be seen."""
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    for row in (1, 2, 3):
+        buffer.put(streamed(row))
+    buffer.passed(LANE, [2, 3])
+    assert [buffer.unnamed() for _ in range(RINGS + 1)] == [{LANE}] * RINGS + [set()]
+    for row in (4, 5):
+        buffer.put(streamed(row))
+    buffer.passed(LANE, [5])
+    buffer.passed(LANE, [4])
+    assert buffer.unnamed() == set()
+
+
+def test_the_same_row_twice_takes_its_place_once() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    buffer.put(streamed(1, xid=1))
+    buffer.put(streamed(1, xid=2))
+    assert buffer.get(LANE, 1, 1) is None
+    buffer.passed(LANE, [1])
+    assert buffer.bytes == 0
+
+
+def test_nothing_outlives_its_stream() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    buffer.put(streamed(1))
+    buffer.clear()
+    assert (buffer.span(LANE), buffer.bytes) == (None, 0)
+    assert vars(buffer)["server"] is None
+    buffer.put(streamed(2))
+    assert buffer.span(LANE) == (2, 2)
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("postgresql+asyncpg://a:p%40ss@h:5/d?ssl=require", ["host=h", "port=5", "password=p@ss", "sslmode=require"]),
+        ("postgresql+asyncpg://a@/d?host=/run/pg&port=6&prepared_statement_cache_size=0", ["host=/run/pg", "port=6"]),
+        ("postgresql+psycopg://a@/d?host=one:1&host=two:2&target_session_attrs=primary", ["host=one,two", "port=1,2"]),
+    ],
+)
+def test_libpq_connects_to_where_the_url_leads(url: str, parts: list[str]) -> None:
+    info = connection_info(make_url(url), "r1")
+    words = info.replace("'", "").split(" ")
+    assert {*parts, "dbname=d", "replication=database"} <= {*words}
+    assert "prepared_statement_cache_size" not in info
+
+
+@pytest.mark.parametrize("name", ["orders", "pillarbox-1", "Pillarbox", "pillarbox'", "pillarbox_" + "x" * 60])
+def test_a_slot_has_a_name_that_says_whose_it_is(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="slot must be"):
+        Feed(None, Buffer(1), relay="r1", slot=name)  # type: ignore[arg-type]  # not used before
+
+
+def test_h57_a_slot_strains_at_half_of_its_budget() -> None:
+    def slot(lag: int, budget: int | None) -> SlotState:
+        return SlotState("pillarbox", False, True, "reserved", True, lag, budget)
+
+    assert [slot(lag, 100).strains for lag in (0, 49, 50, 200)] == [False, False, True, True]
+    assert not slot(10**12, None).strains
