@@ -28,7 +28,7 @@ class Sizes:
     backlog_first: int = 100_000
     late: int = 1_000_000
     crowd: int = 1_000_000
-    crowd_seconds: float = 10.0
+    crowd_seconds: float = 20.0
 
 
 FULL = Sizes()

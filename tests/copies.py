@@ -42,14 +42,14 @@ class Outbox:
             await connection.run_sync(migrate)
             await connection.run_sync(self.store.register, [ROUTE])
 
-    async def write(self, events: str, connection: AsyncConnection | None = None) -> None:
+    async def write(self, events: str, connection: AsyncConnection | None = None, *, tenant: str | None = None) -> None:
         """Commit each of them, or leave that to who brings the connection."""
         for event in events.split():
             if connection is not None:
-                await connection.run_sync(self.store.append, [delivery(event)])
+                await connection.run_sync(self.store.append, [delivery(event, tenant)])
             else:
                 async with self.engine.begin() as own:
-                    await own.run_sync(self.store.append, [delivery(event)])
+                    await own.run_sync(self.store.append, [delivery(event, tenant)])
 
     async def take(self, lease: float = OVER_AT_ONCE) -> Lane:
         (lane,) = await self.store.take("owner", lease=lease, wanted={ROUTE.id: 1}, shards=[SHARD])
@@ -95,10 +95,10 @@ class Outbox:
         await self.do(f"DO $$ BEGIN FOR i IN 1..{count} LOOP PERFORM pg_current_xact_id(); COMMIT; END LOOP; END $$")
 
 
-def delivery(event: str) -> Delivery:
+def delivery(event: str, tenant: str | None = None) -> Delivery:
     event_id, key = clock.current().new_id(), event.rstrip("0123456789")
     headers = {"event_id": str(event_id)}
-    return Delivery(event_id, "copies.made", ROUTE.id, SHARD, 1, TOPIC, key, None, headers, event.encode())
+    return Delivery(event_id, "copies.made", ROUTE.id, SHARD, 1, TOPIC, key, tenant, headers, event.encode())
 
 
 @asynccontextmanager

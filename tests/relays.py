@@ -124,10 +124,11 @@ class World:
     on_failure: FailurePolicy = FailurePolicy.PARK
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(base=1.0, cap=8.0, attempts=3))
     rows: dict[str, int] = field(default_factory=dict)
+    kind: type[MemoryStore] = MemoryStore
 
     def __post_init__(self) -> None:
         self.broker = Broker(self.capabilities)
-        self.store = MemoryStore(shards=self.shards)
+        self.store = self.kind(shards=self.shards)
         self.route = RouteRecord("orders", "broker", TOPIC, None, self.on_failure, self.retry)
         self.store.register(None, [self.route])
 

@@ -165,6 +165,22 @@ async def test_h107_a_restored_dump_goes_on_where_the_source_was(places: Places,
     assert await copy.drain() == ""
 
 
+async def test_h107_a_copy_goes_on_where_a_detour_was(places: Places) -> None:
+    source, address = await places.source()
+    await source.burn()
+    await source.write("a1 a2", tenant="loud")
+    await source.write("b1")
+    lane = await source.send(await source.store.part(await source.take(), ["loud"]))
+    page = await source.store.poll(lane, limit=1, detour="loud")
+    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+    await source.store.settle(await source.store.announce(lane, batch, settle=False))
+    await source.write("a3", tenant="loud")
+    copy, target = await places.empty("the same server")
+    dump(address, target)
+    await run(copy)
+    assert await copy.drain() == await source.drain() == "a2 a3"
+
+
 async def test_what_was_written_into_the_copy_before_is_sent_too(places: Places) -> None:
     source, address = await places.source()
     await source.burn()

@@ -280,3 +280,33 @@ def snapshot_of(commits: Sequence[int], moment: int) -> Snapshot:
     xmax = max(ended, default=FIRST_XID - 1) + 1
     running = tuple(xid for xid in range(FIRST_XID, xmax) if xid not in ended)
     return Snapshot(min(running, default=xmax), xmax, running)
+
+
+class TestDetours:
+    """A cursor of a tenant's own follows that of its lane."""
+
+    def test_a_look_that_leaves_rows_out_reaches_beyond_them(self) -> None:
+        start = Cursor(1, snapshot("10:10:"))
+        window = look(start, rows("3@10"), snapshot("12:12:"), limit=5, reach=8)
+        assert window.after(1) == Cursor(8, snapshot("12:12:"))
+        assert look(start, [], snapshot("12:12:"), limit=5, reach=8).after(0) == Cursor(8, snapshot("12:12:"))
+
+    def test_a_page_that_was_cut_reaches_no_further_than_its_rows(self) -> None:
+        window = look(Cursor(), rows("3@10", "4@10", "5@10"), snapshot("12:12:"), limit=2, reach=8)
+        assert window.after(2).high == 4
+        assert look(Cursor(), rows("3@10", "4@10"), snapshot("12:12:"), limit=2, reach=8).after(1).high == 3
+
+    def test_a_look_in_the_snapshot_of_its_lane_does_not_see_what_came_later(self) -> None:
+        assert look(Cursor(), rows("3@10", "4@12"), snapshot("12:12:"), limit=5, reach=4).fresh == (3,)
+
+    def test_h110_who_came_through_late_rows_sooner_waits_for_its_lane(self) -> None:
+        lane = Cursor(9, snapshot("4:7:4"), snapshot("7:7:"), (4,), 5)
+        detour = Cursor(9, snapshot("7:7:"))
+        assert not lane.leads(detour)
+        assert not lane.has_passed(detour)
+        assert Cursor(9, snapshot("7:7:")).has_passed(detour)
+
+    def test_h110_nobody_has_passed_anybody_in_the_middle_of_late_rows(self) -> None:
+        paging = Cursor(9, snapshot("4:7:4"), snapshot("7:7:"), (4,), 5)
+        assert not Cursor(9, snapshot("9:9:")).has_passed(paging)
+        assert Cursor(9, snapshot("9:9:")).leads(paging)

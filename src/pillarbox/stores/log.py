@@ -160,10 +160,14 @@ class LogStore(QueueStore):
         parked: Sequence[int] = (),
         attempts: Mapping[int, int] | None = None,
     ) -> Lane:
-        if lane.cursor is None or not (failures or parked or attempts):
+        changes = bool(failures or parked or attempts)
+        if lane.cursor is None or (lane.announced is not None and not changes):
             return await super().amend(lane, failures, parked=parked, attempts=attempts)
         if lane.announced is None:
-            raise StoreError("there is no announced batch to amend")
+            if changes:
+                raise StoreError("there is no announced batch to amend")
+            await self.each_alone(_see, lane)
+            return lane
         return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
 
     async def settle(self, lane: Lane) -> Lane:
@@ -486,12 +490,11 @@ def _write_at_once(
     """
     parameters = {
         **_entry(lane),
+        **_fence(lane),
         "was_announced": stored(lane.announced)["announced"],
         "announced": stored(following.announced)["announced"],
         "cursor": str(following.cursor),
         "detours": encode_detours(following.detours),
-        "epoch": lane.epoch,
-        "token": str(lane.token),
         "next_batch": following.batch,
         "next_number": following.next_number,
         "server": None if look is None else look.server,
@@ -501,6 +504,16 @@ def _write_at_once(
     owned = (announcing if lane.announced is None else settling).fetch(connection, parameters)
     if not owned:
         raise lease_lost(lane)
+
+
+def _fence(lane: Lane) -> dict[str, Any]:
+    return {
+        "route": lane.route.id,
+        "shard": lane.shard,
+        "batch": lane.batch,
+        "epoch": lane.epoch,
+        "token": str(lane.token),
+    }
 
 
 def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -> dict[str, Any]:
@@ -594,6 +607,13 @@ def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
             return True
         lane = moved(lane, detour, at := found.look.window.after(0))
     return False
+
+
+def _see(connection: Connection, lane: Lane) -> None:
+    """Whether the lane is ours still. Nothing depends on it but whether we go on, so nothing is written."""
+    found = sql.STILL_OURS.fetch(connection, {**_fence(lane), "was_announced": None, "server": None})
+    if not found:
+        raise lease_lost(lane)
 
 
 def _amend(

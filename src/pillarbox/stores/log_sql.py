@@ -22,6 +22,12 @@ _FRESH = f"{_LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
 _LIVE = "ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']"
 
 
+# The planner does not know what a subquery will give. So it cannot think that the next values make another plan better,
+# and keeps the one that it has: a look with a new plan each time takes ten times as long.
+_PASSED = "(SELECT CAST(:high AS bigint))"
+_MOST = "(SELECT CAST(:limit AS bigint))"
+
+
 def _sized(rows: str, columns: str) -> str:
     """As many rows as the bytes allow, in the order of their ids, but at least one."""
     return f"""
@@ -37,7 +43,7 @@ def _of_transactions(xids: str, conditions: str) -> str:
         SELECT one.* FROM {xids} AS x(xid) CROSS JOIN LATERAL (
             SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
             WHERE {_LANE} AND o.xid = x.xid AND {conditions} AND o.id <> ALL (CAST(:discarded AS bigint[]))
-            ORDER BY o.id LIMIT :limit + 1
+            ORDER BY o.id LIMIT {_MOST} + 1
         ) one"""  # noqa: S608  constants
 
 
@@ -51,12 +57,13 @@ _WITH_LOOK = """
            CAST(extract(epoch FROM pg_postmaster_start_time()) AS text), NULL
     UNION ALL
     (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
-     FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard ORDER BY r.id LIMIT :limit)"""
+     FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard
+     ORDER BY r.id LIMIT (SELECT CAST(:limit AS bigint)))"""
 _LOOK = _WITH_LOOK.format(
     "(SELECT count(*) FROM late)", "(SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late)"
 )
 
-_XMAX = "CAST(CAST(:xmax AS text) AS xid8)"
+_XMAX = "(SELECT CAST(CAST(:xmax AS text) AS xid8))"
 _RUNNING = "unnest(CAST(CAST(:running AS text[]) AS xid8[]))"
 _LATE_XIDS = "unnest(CAST(CAST(:late AS text[]) AS xid8[]))"
 _SMALL = (
@@ -78,21 +85,21 @@ their transaction."""
 _POLL = f"""
     WITH late AS MATERIALIZED (
         SELECT found.* FROM (
-            {_of_transactions(_RUNNING, "o.id <= :high")}
+            {_of_transactions(_RUNNING, f"o.id <= {_PASSED}")}
             UNION ALL
             (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
-             ORDER BY o.xid, o.id LIMIT :limit + 1)
-        ) found ORDER BY found.id LIMIT :limit + 1
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+             ORDER BY o.xid, o.id LIMIT {_MOST} + 1)
+        ) found ORDER BY found.id LIMIT {_MOST} + 1
     ), fresh AS (
         SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-        WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
-        ORDER BY o.id LIMIT :limit
+        WHERE {_FRESH} AND o.id > {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        ORDER BY o.id LIMIT {_MOST}
     )"""  # noqa: S608  constants
 _PAGE = f"""
     WITH late AS MATERIALIZED (
-        {_of_transactions(_LATE_XIDS, "o.id > :done AND o.id <= :high")}
-        ORDER BY id LIMIT :limit + 1
+        {_of_transactions(_LATE_XIDS, f"o.id > :done AND o.id <= {_PASSED}")}
+        ORDER BY id LIMIT {_MOST} + 1
     )"""
 
 
@@ -100,18 +107,18 @@ def _fresh_rows(columns: str) -> str:
     return f"""
     (SELECT 1 AS part, {columns} FROM (
         SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-        WHERE {_FRESH} AND o.id > :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
-        ORDER BY o.id LIMIT :limit
+        WHERE {_FRESH} AND o.id > {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        ORDER BY o.id LIMIT {_MOST}
     ) fresh)"""  # noqa: S608  constants
 
 
 _OF_LATER = f"""
     (SELECT o.id FROM pillarbox_outbox o
-     WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high ORDER BY o.xid, o.id LIMIT 1)"""  # noqa: S608  constants
+     WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED} ORDER BY o.xid, o.id LIMIT 1)"""  # noqa: S608  constants
 _OF_RUNNING = f"""
     (SELECT one.id FROM {_RUNNING} AS x(xid) CROSS JOIN LATERAL (
         SELECT o.id FROM pillarbox_outbox o
-        WHERE {_LANE} AND o.xid = x.xid AND o.id <= :high ORDER BY o.id LIMIT 1
+        WHERE {_LANE} AND o.xid = x.xid AND o.id <= {_PASSED} ORDER BY o.id LIMIT 1
      ) one LIMIT 1)"""  # noqa: S608  constants
 
 
@@ -122,8 +129,7 @@ def _glances(columns: str) -> dict[bool, DirectStatement]:
 
 GLANCES = _glances(_SMALL)
 """The look that is mostly enough: fresh rows, and a late one, if there is any; then one must look again, and closer. By
-whether somebody was at work when the lane last looked. The database plans every look anew, since it thinks that the
-next one may be quite different: so this one is as simple as can be."""
+whether somebody was at work when the lane last looked."""
 GLANCES_AT_PLACES = _glances(_PLACES)
 
 
@@ -149,27 +155,27 @@ _THEN = "coalesce(CAST(CAST(:snapshot AS text) AS pg_snapshot), pg_current_snaps
 _SHOWN = f"pg_visible_in_snapshot(o.xid, {_THEN})"
 _LOOKED_AT = f"""
     SELECT {{}} FROM pillarbox_outbox o
-    WHERE {_FRESH} AND o.id > :high AND o.id <= coalesce(CAST(:up_to AS bigint), 9223372036854775807)
+    WHERE {_FRESH} AND o.id > {_PASSED} AND o.id <= coalesce(CAST(:up_to AS bigint), 9223372036854775807)
     ORDER BY o.id LIMIT CAST(:scan AS bigint)"""  # noqa: S608  constants
 _DIVIDED_POLL = f"""
     WITH late AS MATERIALIZED (
         SELECT found.* FROM (
-            {_of_transactions(_RUNNING, f"o.id <= :high AND {_OURS} AND {_SHOWN}")}
+            {_of_transactions(_RUNNING, f"o.id <= {_PASSED} AND {_OURS} AND {_SHOWN}")}
             UNION ALL
             (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= :high AND o.id <> ALL (CAST(:discarded AS bigint[]))
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
                AND {_OURS} AND {_SHOWN}
-             ORDER BY o.xid, o.id LIMIT :limit + 1)
-        ) found ORDER BY found.id LIMIT :limit + 1
+             ORDER BY o.xid, o.id LIMIT {_MOST} + 1)
+        ) found ORDER BY found.id LIMIT {_MOST} + 1
     ), fresh AS MATERIALIZED (
         SELECT {_ROW}, o.xid FROM ({_LOOKED_AT.format(f"{_COLUMNS}, {_OURS} AS ours, o.xid")}) o
         WHERE ours AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
-        ORDER BY o.id LIMIT :limit
+        ORDER BY o.id LIMIT {_MOST}
     )"""  # noqa: S608  constants
 _DIVIDED_PAGE = f"""
     WITH late AS MATERIALIZED (
-        {_of_transactions(_LATE_XIDS, f"o.id > :done AND o.id <= :high AND {_OURS}")}
-        ORDER BY id LIMIT :limit + 1
+        {_of_transactions(_LATE_XIDS, f"o.id > :done AND o.id <= {_PASSED} AND {_OURS}")}
+        ORDER BY id LIMIT {_MOST} + 1
     )"""
 _REACHED = f"""
     UNION ALL
@@ -351,15 +357,18 @@ READY = text(
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
-_FENCE = """
+_IS_OURS = """
+    route = :route AND shard = :shard AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :batch
+    AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
+    AND coalesce(CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) = CAST(:server AS text), true)"""
+STILL_OURS = DirectStatement(text(f"SELECT 1 FROM pillarbox_lanes WHERE {_IS_OURS}"))  # noqa: S608  constants
+_FENCE = f"""
     UPDATE pillarbox_lanes
     SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, detours = :detours,
         tries = 0
-    WHERE route = :route AND shard = :shard AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :batch
-      AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
-      AND coalesce(CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) = CAST(:server AS text), true)
-    RETURNING {}
-"""
+    WHERE {_IS_OURS}
+    RETURNING {{}}
+"""  # noqa: S608  constants
 TELLS_ABOUT = """
     CASE WHEN j.detour IS NULL THEN o.tenant IS NULL OR o.tenant <> ALL (j.passed_over) ELSE j.detour = o.tenant END"""
 """Whether an entry of the journal is about this tenant's rows."""

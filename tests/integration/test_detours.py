@@ -1,0 +1,150 @@
+"""A lane with a detour, and all who read cursors: the view, counting, pruning, converting, copying."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import Connection
+
+from pillarbox.outbox import Batch, Lane
+from pillarbox.stores import log, log_sql, retention
+from pillarbox.stores.convert import Conversion, Store
+from pillarbox.stores.operations import Author
+from tests.copies import ROUTE, SHARD, Outbox, outbox
+from tests.servers import Database
+
+ANNA = Author("anna", "it floods")
+
+
+@pytest.fixture
+async def here(postgres_database: Database) -> AsyncIterator[Outbox]:
+    async with outbox(postgres_database.url()) as made:
+        await made.set_up()
+        yield made
+
+
+async def behind(here: Outbox) -> Lane:
+    """A lane that is done, but for a detour that has sent ``a1`` and has ``a2`` and ``a3`` left."""
+    async with here.engine.begin() as late:
+        await here.write("a1", tenant="loud")
+        lane = await here.store.part(await here.take(), ["loud"])
+        await here.write("l1", late, tenant="slow")
+        await here.write("b1 b2")
+        lane = await sent(here, lane)
+        lane = await sent(here, lane, "loud")
+        await here.write("a2 a3", tenant="loud")
+        await here.write("b3")
+    return await sent(here, lane)
+
+
+async def sent(here: Outbox, lane: Lane, detour: str | None = None) -> Lane:
+    """Send what a look finds."""
+    page = await here.store.poll(lane, limit=100, detour=detour)
+    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+    lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
+    return await here.store.settle(lane) if lane.announced else lane
+
+
+async def test_people_see_what_a_detour_has_not_come_to(here: Outbox) -> None:
+    await behind(here)
+    assert await here.states() == {
+        **dict.fromkeys(("a1", "l1", "b1", "b2", "b3"), "SENT"),
+        **dict.fromkeys(("a2", "a3"), "PENDING"),
+    }
+    assert await here.ask("SELECT count(*) FROM pillarbox_unsent") == [(2,)]
+
+
+async def test_people_see_when_a_detour_has_sent_a_row(here: Outbox) -> None:
+    lane = await behind(here)
+    (before,) = await here.ask("SELECT max(settled_at) FROM pillarbox_journal")
+    lane = await here.store.join(await sent(here, lane, "loud"), ["loud"])
+    assert not lane.detours
+    told = "SELECT convert_from(o.body, 'UTF8'), v.sent_at FROM outbox_events v JOIN pillarbox_outbox o USING (id)"
+    times = dict(await here.ask(told))
+    assert None not in times.values()
+    assert {event for event, at in times.items() if at > before[0]} == {"a2", "a3"}
+    assert await here.ask("SELECT count(*) FROM pillarbox_unsent") == [(0,)]
+
+
+async def test_h62_what_a_detour_has_not_come_to_is_not_pruned(here: Outbox) -> None:
+    lane = await behind(here)
+    assert await pruned(here) == 5
+    assert await here.states() == {"a2": "PENDING", "a3": "PENDING"}
+    await sent(here, lane, "loud")
+    assert await pruned(here) == 2
+
+
+async def pruned(here: Outbox) -> int:
+    def prune(connection: Connection) -> int:
+        scope, gone = retention.scope(connection, older_than=0.0), 0
+        for place in retention.stretches(connection, scope):
+            after = retention.page(connection, scope, place, (), 100)
+            gone += retention.remove(connection, after.keys)
+        return gone
+
+    async with here.engine.begin() as connection:
+        return await connection.run_sync(prune)
+
+
+async def test_a_queue_that_was_a_log_goes_on_where_the_detour_was(here: Outbox) -> None:
+    await behind(here)
+    await Conversion(here.engine, Store.QUEUE, ANNA).run()
+    assert (await here.states())["a2"] == "PENDING"
+    assert await here.drain() == "a2 a3"
+    assert await here.ask(f"SELECT detours FROM pillarbox_lanes WHERE shard = {SHARD}") == [(None,)]
+
+
+async def test_h61_a_detour_pages_through_late_rows(here: Outbox) -> None:
+    lane = await here.store.part(await here.take(), ["loud"])
+    async with here.engine.begin() as late:
+        await here.write("a1 a2 a3 a4 a5", late, tenant="loud")
+        await here.write("l1 l2 l3", late, tenant="slow")
+        await here.write("b1")
+        lane = await sent(here, lane)
+        await here.write("a9", tenant="loud")
+        lane = await sent(here, lane)
+        lane = await sent(here, lane, "loud")
+    found = []
+    for _ in range(12):
+        for detour in (None, "loud"):
+            page = await here.store.poll(lane, limit=2, detour=detour)
+            found += [row.body.decode() for row in page.fresh]
+            if page.cursor is not None and (page.fresh or page.passed):
+                batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+                lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
+                lane = await here.store.settle(lane) if lane.announced else lane
+    assert sorted(found) == ["a1", "a2", "a3", "a4", "a5", "l1", "l2", "l3"]
+    assert [event for event in found if event[0] == "a"] == ["a1", "a2", "a3", "a4", "a5"]
+    assert not (await here.store.join(lane, ["loud"])).detours
+
+
+async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "SCAN", 3)
+    await here.write("a1 a2 a3 a4 a5 a6 a7", tenant="loud")
+    await here.write("b1")
+    lane = await here.store.part(await here.take(), ["loud"])
+    looks = 0
+    while not (page := await here.store.poll(lane, limit=10)).fresh:
+        assert page.passed
+        lane = await here.store.announce(lane, Batch(cursor=page.cursor), settle=False)
+        looks += 1
+    assert looks == 2
+    assert [row.body for row in page.fresh] == [b"b1"]
+
+
+@pytest.mark.parametrize("detour", [None, "loud"], ids=["lane", "detour"])
+async def test_h56_a_lane_with_detours_is_led_to_its_indexes(here: Outbox, detour: str | None) -> None:
+    """Whatever the statistics say: here there are none, and the table is small."""
+    await behind(here)
+    given = {"route": ROUTE.id, "shard": SHARD, "high": 3, "limit": 10, "max_bytes": 1000, "discarded": []}
+    given |= {"xmax": "900", "running": ["800"], "late": ["800"], "done": 1, "snapshot": None, "up_to": 9, "scan": 100}
+    given |= {"detour": detour, "passed_over": ["loud"]}
+    async with here.engine.connect() as connection:
+        for looks in (log_sql.DIVIDED_POLL, log_sql.DIVIDED_PAGE):
+            for statement in (looks.light, looks.sized):
+                told, names, _ = statement._compile(here.engine.dialect)
+                found = await connection.exec_driver_sql(f"EXPLAIN {told}", tuple(given[name] for name in names))
+                plan = "\n".join(line for (line,) in found)
+                assert "Seq Scan on pillarbox_outbox" not in plan, plan
+                assert plan.count("pillarbox_outbox") >= 1

@@ -1,0 +1,154 @@
+"""A tenant that floods a lane, or is held back, takes a detour: the others pass it, and it loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
+from pillarbox.stores.memory_log import MemoryLogStore
+from tests.relays import World, in_virtual_time, running, until
+
+
+def numbered(key: str, count: int) -> str:
+    return " ".join(f"{key}{number}" for number in range(1, count + 1))
+
+
+def of(key: str, sent: str) -> str:
+    return " ".join(event for event in sent.split() if event[0] == key)
+
+
+@in_virtual_time
+async def test_h47_a_tenant_that_floods_its_lane_does_not_hold_up_the_others() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 400), tenant="flood")
+    world.write("b1 b2", tenant="small")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(402)
+    assert world.sent.split().index("b2") < 5 * (FLOOD_PAGES + 6)
+    assert of("a", world.sent) == numbered("a", 400)
+
+
+@in_virtual_time
+async def test_events_that_come_while_the_flood_is_served_pass_it() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 400), tenant="flood")
+
+    async def others_come(_producer: str, events: str) -> None:
+        if "a100" in events.split():
+            world.write("b1", tenant="small")
+            world.write("a401", tenant="flood")
+
+    world.broker.before = others_come
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(402)
+    assert world.sent.split().index("b1") < 130
+    assert of("a", world.sent) == numbered("a", 401)
+
+
+@in_virtual_time
+async def test_a_tenant_is_no_flood_while_others_have_their_share() -> None:
+    world = World(kind=MemoryLogStore)
+    for number in range(1, 101):
+        world.write(f"a{number}", tenant="one")
+        world.write(f"b{number}", tenant="two")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(200)
+    assert not (await world.take("r2")).detours
+
+
+@in_virtual_time
+async def test_events_of_nobody_in_particular_are_no_flood() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 200))
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(200)
+    assert not (await world.take("r2")).detours
+
+
+@in_virtual_time
+async def test_a_detour_ends_when_it_was_empty_for_a_while() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 100), tenant="flood")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(100)
+        kept = next(iter(world.store._lanes.values()))
+        assert [*kept.detours] == ["flood"]
+        await asyncio.sleep(REST_SECONDS + 1)
+        assert not kept.detours
+        world.write("a101", tenant="flood")
+        assert (await world.received(101)).endswith("a101")
+
+
+@in_virtual_time
+async def test_a_paused_tenant_keeps_its_detour_and_goes_on_where_it_was() -> None:
+    world = World(kind=MemoryLogStore)
+    world.store.pause_tenant("acme")
+    world.write("a1 a2", tenant="acme")
+    world.write("b1", tenant="ball")
+    async with running(world.relay()):
+        await world.received(1)
+        await asyncio.sleep(3 * REST_SECONDS)
+        world.write("a3", tenant="acme")
+        world.write("b2", tenant="ball")
+        await asyncio.sleep(1)
+        assert world.sent == "b1 b2"
+    async with running(world.relay("another")):
+        await asyncio.sleep(1)
+        world.store.pause_tenant("acme", paused=False)
+        assert await world.received(5) == "b1 b2 a1 a2 a3"
+
+
+@in_virtual_time
+async def test_a_tenant_with_a_rate_is_passed_by_the_others_and_keeps_to_it() -> None:
+    world = World(kind=MemoryLogStore)
+    world.store.set_rate(2, tenant="flood")
+    world.write(numbered("a", 20), tenant="flood")
+    world.write("b1 b2", tenant="small")
+    async with running(world.relay()):
+        await until(lambda: "b2" in world.sent)
+        assert len(world.sent.split()) <= 4
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await world.received(22)
+        assert 8 <= loop.time() - began <= 15
+    assert of("a", world.sent) == numbered("a", 20)
+
+
+@in_virtual_time
+async def test_a_rejected_event_of_a_detour_holds_its_key_and_nobody_else() -> None:
+    world = World(kind=MemoryLogStore)
+    world.store.set_rate(100, tenant="acme")
+    world.write("a1 b1 a2 b2", tenant="acme")
+    world.write("c1", tenant="ball")
+    world.reject("a1")
+    async with running(world.relay()):
+        await world.received(3)
+        assert sorted(world.sent.split()) == ["b1", "b2", "c1"]
+        world.broker.stop_rejecting()
+        await world.received(5)
+    assert of("a", world.sent) == "a1 a2"
+
+
+@in_virtual_time
+async def test_two_floods_take_turns() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 300), tenant="one")
+    world.write(numbered("b", 300), tenant="two")
+    world.write("c1", tenant="small")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(601)
+    assert world.sent.split().index("c1") < 200
+    assert of("a", world.sent) == numbered("a", 300)
+    assert of("b", world.sent) == numbered("b", 300)
+
+
+@in_virtual_time
+async def test_a_successor_serves_the_detours_that_it_finds() -> None:
+    world = World(kind=MemoryLogStore)
+    world.write(numbered("a", 300), tenant="flood")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(100)
+    async with running(world.relay("another", pacing={"batch": 5})):
+        world.write("b1", tenant="small")
+        await world.received(301)
+    assert of("a", world.sent) == numbered("a", 300)
