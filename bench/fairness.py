@@ -2,7 +2,7 @@
 to its latency alone.
 
 The relay starts in front of the backlog. How long it takes until the first event of the small tenant comes through is a
-figure of its own; latencies are those of the events that were written after that.
+figure of its own; latencies are those of the events that were written after that, and before the crowd was gone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ async def _latency(bench: Bench, crowd: int) -> tuple[dict[str, float], float]:
         relay.stop()
         await running
     began = min(sink.arrived[seq] for seq in committed)
-    return waits({seq: at for seq, at in committed.items() if at >= began}, sink.arrived), began - started
+    ended = max((at for seq, at in sink.arrived.items() if seq >= _CROWD), default=float("inf"))
+    measured = {seq: at for seq, at in committed.items() if began <= at <= ended}
+    return waits(measured, sink.arrived), began - started
 
 
 async def _until_written(box: Pillarbox) -> None:

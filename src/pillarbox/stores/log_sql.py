@@ -151,7 +151,7 @@ class Looks:
 _OURS = """(CASE WHEN CAST(:detour AS text) IS NULL
     THEN o.tenant IS NULL OR o.tenant <> ALL (CAST(:passed_over AS text[]))
     ELSE o.tenant = CAST(:detour AS text) END)"""
-_THEN = "coalesce(CAST(CAST(:snapshot AS text) AS pg_snapshot), pg_current_snapshot())"
+_THEN = "(SELECT coalesce(CAST(CAST(:snapshot AS text) AS pg_snapshot), pg_current_snapshot()))"
 _SHOWN = f"pg_visible_in_snapshot(o.xid, {_THEN})"
 _LOOKED_AT = f"""
     SELECT {{}} FROM pillarbox_outbox o
@@ -168,8 +168,8 @@ _DIVIDED_POLL = f"""
              ORDER BY o.xid, o.id LIMIT {_MOST} + 1)
         ) found ORDER BY found.id LIMIT {_MOST} + 1
     ), fresh AS MATERIALIZED (
-        SELECT {_ROW}, o.xid FROM ({_LOOKED_AT.format(f"{_COLUMNS}, {_OURS} AS ours, o.xid")}) o
-        WHERE ours AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        SELECT {_COLUMNS}, o.xid FROM ({_LOOKED_AT.format("o.*")}) o
+        WHERE {_OURS} AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
         ORDER BY o.id LIMIT {_MOST}
     )"""  # noqa: S608  constants
 _DIVIDED_PAGE = f"""
