@@ -6,10 +6,8 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -19,7 +17,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Integer,
-    StaticPool,
     and_,
     bindparam,
     case,
@@ -32,104 +29,30 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.util import greenlet_spawn
 
 from ..cursor import Cursor
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, Key, Lane, LaneName, Status, Trouble
 from .announced import decode_detours
-from .append import explained, route_record
+from .append import route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
-
-_T = TypeVar("_T")
-
-AT_A_TIME = 4
-"""How many statements or transactions of one store are under way at once."""
-
-HUNG_SECONDS = 10.0
-"""What takes longer than this will not come back."""
+from .turns import Turns
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
 
 
-class Leases:
+class Leases(Turns):
     """`LaneStore` on a relational database."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        # Repeatable reads would show a relay the world as it was at its first statement.
-        level = (
-            {"isolation_level": "READ COMMITTED"} if engine.dialect.name in ("mysql", "mariadb", "postgresql") else {}
-        )
-        self._engine = engine.execution_options(**level)
-        # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
-        self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
-        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster; but leases
-        # must not wait behind the lanes.
-        shared = isinstance(engine.sync_engine.pool, StaticPool)
-        self._turns = asyncio.Semaphore(1 if shared else AT_A_TIME)
-        self._lease_turns = self._turns if shared else asyncio.Semaphore(1)
-        self._spare: list[Connection] = []
-        self._waiting = 0
-
-    async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run it on a connection where every statement is a transaction of its own."""
-        self._waiting += 1
-        try:
-            return await self._run(self._turns, self._connected, work, *arguments)
-        finally:
-            self._waiting -= 1
-            while self._spare and not self._waiting:  # whoever was to get it did not want it any more
-                await greenlet_spawn(self._spare.pop().close)
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        """A connection of the reader. While others wait for their turn, they get it as it is: to give it back and take
-        it again costs as much as an easy statement.
-        """
-        connection = self._spare.pop() if self._spare else self._reader.sync_engine.connect()
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-        self._spare.append(connection)
-        while self._spare and len(self._spare) >= self._waiting:  # we are still among them
-            self._spare.pop().close()
-
-    async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run it in a transaction."""
-        return await self._run(self._turns, self._engine.sync_engine.begin, work, *arguments)
-
-    async def _run(
-        self,
-        turns: asyncio.Semaphore,
-        connect: Callable[[], AbstractContextManager[Connection]],
-        work: Callable[..., _T],
-        *arguments: Any,
-    ) -> _T:
-        def connected() -> _T:
-            with connect() as connection:
-                return work(connection, *arguments)
-
-        # A connection may hang without an error, when a packet filter forgets it: then we want another one. One
-        # greenlet for all of it: to connect, work and close in one each takes as long as an easy statement.
-        with explained():
-            async with turns, asyncio.timeout(HUNG_SECONDS):
-                return await greenlet_spawn(connected)
-
-    async def _lease(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await self._run(self._lease_turns, self._engine.sync_engine.begin, work, *arguments)
-
     async def census(self) -> Census:
-        return await self._run(self._lease_turns, self._reader.sync_engine.connect, _census)
+        return await self.ask_apart(_census)
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
     ) -> list[Lane]:
-        return await self._lease(self._take, relay, lease, wanted, shards)
+        return await self.change_apart(self._take, relay, lease, wanted, shards)
 
     def _take(
         self,
@@ -156,11 +79,16 @@ class Leases:
         shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
     ) -> frozenset[LaneName]:
+        self.keep()
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
-        return await self._lease(_renew, relay, alive, lanes, troubles or {})
+        return await self.change_apart(_renew, relay, alive, lanes, troubles or {})
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
-        await self._lease(_release, relay, lanes, leaving)
+        try:
+            await self.change_apart(_release, relay, lanes, leaving)
+        finally:
+            if leaving:
+                await self.let_go()
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:

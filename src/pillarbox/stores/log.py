@@ -244,15 +244,14 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
-    failures = Failures(connection, lane)
-    redo = tuple(failures.redo(room.limit, room.max_bytes, paused)) if lane.waiting else ()
+    redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused)) if lane.waiting else ()
     if detour is not None and not _may_find(lane, detour):
         return Page(redo=redo, fresh=())
     found = _look(connection, lane, detour, room)
     held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
     asked = found.asked
     if asked and (contents := contents_of(lane)) is not None:
-        known = failures.know(asked.values())
+        known = Failures(connection, lane).know(asked.values())
         asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
     if held:
         return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))

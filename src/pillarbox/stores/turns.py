@@ -1,0 +1,135 @@
+"""Connections for those who ask a database all the time: a few at once, and kept between two questions.
+
+To take a connection out of the pool and give it back costs as much as an easy statement, more with a ping. So a
+connection goes from one call to the next while others wait; and while a relay is at work, one or two of them stay with
+it for a moment, if the pool has enough of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, NullPool, Pool, QueuePool, StaticPool
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
+
+from .. import clock
+from .append import explained
+
+_T = TypeVar("_T")
+
+AT_A_TIME = 4
+"""How many statements or transactions of one store are under way at once."""
+
+HUNG_SECONDS = 10.0
+"""What takes longer than this will not come back."""
+
+_KEPT = 2
+_KEPT_SECONDS = 1.0
+"""A connection that nobody wanted for so long goes back to the pool, which knows whether it is still good."""
+_ONE_OF = 5
+"""So many must a pool be able to give for each that is kept."""
+
+
+class Turns:
+    """Whose turn it is, and with which connection."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        # Repeatable reads would show a relay the world as it was at its first statement.
+        level = (
+            {"isolation_level": "READ COMMITTED"} if engine.dialect.name in ("mysql", "mariadb", "postgresql") else {}
+        )
+        self._engine = engine.execution_options(**level)
+        # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
+        self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
+        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster; but leases
+        # must not wait behind the lanes.
+        shared = isinstance(engine.sync_engine.pool, StaticPool)
+        self._turns = asyncio.Semaphore(1 if shared else AT_A_TIME)
+        self._lease_turns = self._turns if shared else asyncio.Semaphore(1)
+        self._spare: deque[tuple[Connection, float]] = deque()
+        self._waiting = 0
+        self._kept = 0
+
+    async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run it on a connection where every statement is a transaction of its own."""
+        self._waiting += 1
+        try:
+            return await self._run(self._turns, self._connected, work, *arguments)
+        finally:
+            self._waiting -= 1
+            if self._is_too_much(self._waiting):  # whoever was to get it did not want it any more
+                await greenlet_spawn(self._close_surplus, self._waiting)
+
+    async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run it in a transaction."""
+        return await self._run(self._turns, self._engine.sync_engine.begin, work, *arguments)
+
+    async def ask_apart(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """A question that does not wait behind the lanes."""
+        return await self._run(self._lease_turns, self._reader.sync_engine.connect, work, *arguments)
+
+    async def change_apart(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """A transaction that does not wait behind the lanes."""
+        return await self._run(self._lease_turns, self._engine.sync_engine.begin, work, *arguments)
+
+    def keep(self) -> None:
+        """Keep connections between two calls, until `let_go`."""
+        self._kept = _kept(self._reader.sync_engine.pool)
+
+    async def let_go(self) -> None:
+        """Give all connections back."""
+        self._kept = 0
+        await greenlet_spawn(self._close_surplus, self._waiting)
+
+    async def _run(
+        self,
+        turns: asyncio.Semaphore,
+        connect: Callable[[], AbstractContextManager[Connection]],
+        work: Callable[..., _T],
+        *arguments: Any,
+    ) -> _T:
+        def connected() -> _T:
+            with connect() as connection:
+                return work(connection, *arguments)
+
+        # A connection may hang without an error, when a packet filter forgets it: then we want another one. One
+        # greenlet for all of it: to connect, work and close in one each takes as long as an easy statement.
+        with explained():
+            async with turns, asyncio.timeout(HUNG_SECONDS):
+                return await greenlet_spawn(connected)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        connection = self._spare.pop()[0] if self._spare else self._reader.sync_engine.connect()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._spare.append((connection, clock.current().monotonic()))
+        self._close_surplus(self._waiting - 1)  # we are still among them
+
+    def _is_too_much(self, waiting: int) -> bool:
+        """Whether nobody waits for the connection that was idle for the longest time, and it is not worth keeping."""
+        spare = len(self._spare)
+        if spare <= waiting:
+            return False
+        return spare > self._kept or clock.current().monotonic() - self._spare[0][1] > _KEPT_SECONDS
+
+    def _close_surplus(self, waiting: int) -> None:
+        while self._is_too_much(waiting):
+            self._spare.popleft()[0].close()
+
+
+def _kept(pool: Pool) -> int:
+    """How many connections may stay with us, so that nobody else misses them."""
+    if isinstance(pool, NullPool):
+        return _KEPT
+    if not isinstance(pool, QueuePool):
+        return 0
+    return _KEPT if pool._max_overflow < 0 else min(_KEPT, (pool.size() + pool._max_overflow) // _ONE_OF)
