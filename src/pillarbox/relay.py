@@ -464,7 +464,8 @@ class Relay:
                 break
         for task in workers:
             task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        if workers:
+            await asyncio.gather(*workers, return_exceptions=True)
         await self._let_go(workers.values(), leaving=True)
 
     async def _renew_quietly(self) -> None:

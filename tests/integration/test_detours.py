@@ -119,6 +119,29 @@ async def test_h61_a_detour_pages_through_late_rows(here: Outbox) -> None:
     assert not (await here.store.join(lane, ["loud"])).detours
 
 
+async def test_h110_a_detour_that_comes_through_late_rows_first_waits_for_its_lane(here: Outbox) -> None:
+    lane = await here.take()
+    async with here.engine.begin() as late:
+        await here.write("a1 a2 a3", late, tenant="loud")
+        await here.write("l1 l2", late)
+        await here.write("b1")
+        lane = await sent(here, lane)
+    page = await here.store.poll(lane, limit=2)  # in the middle of the late rows
+    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+    lane = await here.store.settle(await here.store.announce(lane, batch, settle=False))
+    lane = await here.store.part(lane, ["loud"])
+    found = [row.body.decode() for row in page.fresh]
+    for detour in ("loud", "loud", "loud", None, None, None, "loud", "loud"):
+        page = await here.store.poll(lane, limit=2, detour=detour)
+        found += [row.body.decode() for row in page.fresh]
+        if page.fresh or page.passed:
+            batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+            lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
+            lane = await here.store.settle(lane) if lane.announced else lane
+    assert sorted(found) == ["a1", "a2", "a3", "l1", "l2"]
+    assert not (await here.store.join(lane, ["loud"])).detours
+
+
 async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "SCAN", 3)
     await here.write("a1 a2 a3 a4 a5 a6 a7", tenant="loud")

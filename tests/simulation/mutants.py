@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from sqlalchemy.orm import Session
 
 from pillarbox import cursor as cursors
-from pillarbox import fairness
 from pillarbox import lane as lanes
 from pillarbox import relay as relays
 from pillarbox.bus import Bus
 from pillarbox.collector import Collector
 from pillarbox.cursor import Cursor, Snapshot, Window
+from pillarbox.fairness import Detours
 from pillarbox.lane import LaneWorker
 from pillarbox.outbox import LaneName, Status
 from pillarbox.relay import Relay
@@ -526,13 +526,22 @@ def _the_cursor_passes_what_was_left_out(patch: pytest.MonkeyPatch) -> None:
 # -- detours -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("I9", log=True)
+def _ends_at_any_time(patch: pytest.MonkeyPatch) -> None:
+    """Else two layers would have to be wrong: the lane asks for the end only when it knows of nothing more."""
+
+    def everybody(self: Detours, _pace: Any) -> list[str]:
+        return sorted({*self._waiting, *self._stuck, *self._empty_since})
+
+    patch.setattr(Detours, "rested", everybody)
+
+
+@mutant("I9", log=True, floods=True)
 def _a_detour_ends_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
+    _ends_at_any_time(patch)
     patch.setattr(MemoryLogStore, "_arrived", lambda _self, _lane, _detour: True)
-    patch.setattr(fairness, "REST_SECONDS", 0.0)
 
 
-@mutant("I", log=True)
+@mutant("I", log=True, floods=True)
 def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """It goes ahead of its lane, which sends the same rows again once the detour is over."""
     look = MemoryLogStore._look
@@ -542,23 +551,14 @@ def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
             lane = replace(lane, cursor=Cursor(10**9, self.snapshot()))
         return look(self, lane, start, detour, *room)
 
+    _ends_at_any_time(patch)
     patch.setattr(MemoryLogStore, "_look", looked)
     patch.setattr(Cursor, "has_passed", lambda _self, _other: True)
 
 
-@mutant("I", log=True)
+@mutant("I", log=True, floods=True)
 def _the_lane_sends_what_goes_by_a_detour(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory_log, "detour_of", lambda _lane, _tenant: None)
-
-
-@mutant("I", log=True)
-def _a_detour_goes_back_to_where_its_lane_is(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cursor, "leads", lambda _self, _other: True)
-
-
-@mutant("I9", log=True)
-def _what_was_passed_over_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fairness.Detours, "moved_on", lambda _self, _detours, **_: None)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ class SimulatedCarrier:
 class World:
     """Everything that a seed stands for.
 
-    ``numbered``, ``failover``, ``log``, ``sessions`` and ``focus`` leave less to chance. In a ``calm`` world nothing
-    happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
+    ``numbered``, ``failover``, ``log``, ``floods``, ``sessions`` and ``focus`` leave less to chance. In a ``calm``
+    world nothing happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
     """
 
     shards = 2
@@ -115,6 +115,7 @@ class World:
         numbered: bool | None = None,
         failover: bool | None = None,
         log: bool | None = None,
+        floods: bool | None = None,
         sessions: bool | None = None,
         focus: tuple[str, Sequence[str]] | None = None,
         calm: bool = False,
@@ -140,6 +141,8 @@ class World:
         self.store = SimulatedStore(
             shards=self.shards, draw_token=self.new_id, log=seed % 2 == 0 if log is None else log
         )
+        self.floods = self.draw.random() < 0.3 if floods is None else floods
+        """Whether a tenant writes so much at once that it gets a detour."""
         self.store.register(None, self.routes)
         self.producers = {
             f"memory/{route.name}/{shard}": LaneName(route.id, shard)

@@ -41,8 +41,8 @@ class Writers:
         self._bitterness = draw.choice(BITTERNESS)
         self.deadly = draw.random() < 0.1
         """Whether there are events that kill whoever sends them."""
-        self._flood = 0 if self.deadly else draw.choice((0, 0, 0, 10, 30))
-        """How many times more than others a tenant writes once, so that it gets a detour."""
+        self._flood = draw.choice((10, 30)) if world.floods and not self.deadly else 0
+        """How many times more than others a tenant writes, once."""
         self.open: list[Transaction] = []
 
     def plan(self, seconds: float) -> None:
