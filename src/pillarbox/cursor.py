@@ -16,7 +16,8 @@ the last page.
 
 A tenant may have a *detour*: a cursor of its own in the same lane, which starts where the lane's cursor stood. From
 then on the lane passes over the tenant's rows, and the detour finds them: those that the lane's cursor covers and its
-own does not. It never looks with a snapshot of its own, so it is never ahead of what the lane has passed over.
+own does not. It never looks with a snapshot of its own, so it is not ahead of the lane, but for late rows that both are
+in the middle of.
 
 Nothing here touches a database: the store on PostgreSQL and the model in memory use the same code.
 """

@@ -2,7 +2,7 @@
 
 A lane is first in, first out, so one tenant with a million events would hold up all who come behind it. Such a tenant
 gets a *detour*: the lane passes over its rows, and serves them in turns with everybody else's. So does a tenant that is
-paused or held to a rate. When a detour has been empty for a while, and nobody holds its tenant back, it ends.
+paused or held to a rate. When a detour has been empty for a while it ends; what comes later begins another one.
 """
 
 from __future__ import annotations
@@ -100,8 +100,11 @@ class Detours:
     def rested(self, pace: Pace) -> list[str]:
         """Those that need no detour any more. They are not named again for a while."""
         now = clock.current().monotonic()
-        free = [it for it in self._empty_since if it not in pace.paused_tenants and it not in pace.tenant_rates]
-        rested = [it for it in free if it not in self._waiting and now - self._empty_since[it] >= REST_SECONDS]
+        rested = [
+            tenant
+            for tenant, since in self._empty_since.items()
+            if tenant not in self._waiting and tenant not in pace.paused_tenants and now - since >= REST_SECONDS
+        ]
         for tenant in rested:
             self._empty_since[tenant] = now
         return rested

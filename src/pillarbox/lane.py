@@ -204,7 +204,8 @@ class LaneWorker:
             return True
         if self._publisher.capabilities.numbered and not await self._open({row.topic for row in plan.items}):
             return True
-        found = bool(plan.items or plan.failures or plan.parked or page.requests or page.passed)
+        decided = bool(plan.items or plan.failures or plan.parked or page.requests)
+        found = decided or (page.passed and not plan.cut)  # what has to wait is not passed
         if found:
             await self._carry_out(plan, page)
         elif detour is None and self.lane.announced is None:
@@ -212,7 +213,7 @@ class LaneWorker:
             self.lane = await self._store.amend(self.lane, ())
         more = found and self._may_be_more(page, plan, limit)
         if detour is not None:
-            self._detours.served(detour, more=more or page.passed, stuck=plan.cut)
+            self._detours.served(detour, more=more or page.passed, stuck=plan.cut or bool(page.held))
             self._ring_after(REST_SECONDS)
         elif found and self.lane.detours:
             self._detours.moved_on(self.lane.detours, company=bool(page.fresh))

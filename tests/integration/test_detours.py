@@ -131,7 +131,10 @@ async def test_h110_a_detour_that_comes_through_late_rows_first_waits_for_its_la
     lane = await here.store.settle(await here.store.announce(lane, batch, settle=False))
     lane = await here.store.part(lane, ["loud"])
     found = [row.body.decode() for row in page.fresh]
+    unsent = []
     for detour in ("loud", "loud", "loud", None, None, None, "loud", "loud"):
+        ((count,),) = await here.ask("SELECT count(*) FROM pillarbox_unsent")
+        unsent.append(count + len(found))
         page = await here.store.poll(lane, limit=2, detour=detour)
         found += [row.body.decode() for row in page.fresh]
         if page.fresh or page.passed:
@@ -139,6 +142,7 @@ async def test_h110_a_detour_that_comes_through_late_rows_first_waits_for_its_la
             lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
             lane = await here.store.settle(lane) if lane.announced else lane
     assert sorted(found) == ["a1", "a2", "a3", "l1", "l2"]
+    assert {*unsent} == {5}
     assert not (await here.store.join(lane, ["loud"])).detours
 
 
@@ -154,6 +158,18 @@ async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypa
         looks += 1
     assert looks == 2
     assert [row.body for row in page.fresh] == [b"b1"]
+
+
+async def test_a_look_that_found_something_tells_that_it_was_cut(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the rest would wait for somebody to look again."""
+    monkeypatch.setattr(log, "SCAN", 3)
+    await here.write("a1", tenant="loud")
+    await here.write("b1")
+    await here.write("a2 a3 a4", tenant="loud")
+    await here.write("b2")
+    lane = await here.store.part(await here.take(), ["loud"])
+    page = await here.store.poll(lane, limit=10)
+    assert ([row.body for row in page.fresh], page.passed) == ([b"b1"], True)
 
 
 @pytest.mark.parametrize("detour", [None, "loud"], ids=["lane", "detour"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
+from pillarbox.outbox import Lane
 from pillarbox.stores.memory_log import MemoryLogStore
-from tests.relays import World, in_virtual_time, running, until
+from tests.relays import TOPIC, World, in_virtual_time, running, until
 
 
 def numbered(key: str, count: int) -> str:
@@ -152,3 +154,31 @@ async def test_a_successor_serves_the_detours_that_it_finds() -> None:
         world.write("b1", tenant="small")
         await world.received(301)
     assert of("a", world.sent) == numbered("a", 300)
+
+
+@in_virtual_time
+async def test_late_rows_that_wait_for_a_rate_keep_nobody_busy() -> None:
+    world = World(kind=MemoryLogStore)
+    store = world.store
+    assert isinstance(store, MemoryLogStore)
+    name = (await world.take("nobody", lease=0.001)).name
+    late = store.begin()
+    for event in numbered("a", 20).split():
+        store.append(None, [world._delivery(event, None, 0, TOPIC)], xid=late)
+    world.rows |= dict.fromkeys(numbered("a", 20).split(), 0)
+    announced = 0
+    announce = store.announce
+
+    async def watched(*args: Any, **kwargs: Any) -> Lane:
+        nonlocal announced
+        announced += 1
+        return await announce(*args, **kwargs)
+
+    store.announce = watched  # type: ignore[method-assign]
+    store.set_rate(1, lane=name)
+    async with running(world.relay(pacing={"batch": 2})):
+        world.write("b1")
+        await world.received(1)
+        store.end(late)
+        await asyncio.sleep(5)
+    assert announced < 30

@@ -50,6 +50,17 @@ def streamed(row: int, *, xid: int = 1, lane: LaneName = LANE, size: int = 0) ->
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_row_that_nobody_comes_for_keeps_nothing_else() -> None:
+    buffer = Buffer(1_000_000)
+    buffer.server = "here"
+    buffer.put(streamed(1, lane=LaneName(1, 7)))
+    for row in range(2, 10_000):
+        buffer.put(streamed(row))
+        buffer.passed(LANE, [row])
+    assert len(buffer._order) < 2_000
+    assert buffer.get(LaneName(1, 7), 1, 1) is not None
+
+
 def test_a_row_comes_out_as_it_went_in() -> None:
     decoder = Decoder(TABLE)
     assert decoder.row(relation(COLUMNS)) is None

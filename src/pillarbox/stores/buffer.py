@@ -38,6 +38,8 @@ class Buffer:
         """Where they come from, and since when it runs: looks at another server do not use them."""
         self._lanes: dict[LaneName, _Lane] = {}
         self._order: deque[tuple[LaneName, int]] = deque()
+        """Of arrival, with rows that are not here any more."""
+        self._held = 0
         self.ahead: OrderedDict[int, None] = OrderedDict()
         """Rows that were read from the table while their stream was up, and that it has not brought yet."""
 
@@ -62,6 +64,7 @@ class Buffer:
         elif row.id < lane.low:
             lane.low = row.id
         lane.rows[row.id] = row
+        self._held += 1
         self.bytes += _size(row)
         self._order.append((row.lane, row.id))
         self._shrink()
@@ -120,13 +123,16 @@ class Buffer:
         self._order.clear()
         self.ahead.clear()
         self._passed_over.clear()
-        self.bytes = 0
+        self.bytes = self._held = 0
         self.server = None
 
     def _drop(self, lane: _Lane, row: int) -> None:
         self.bytes -= _size(lane.rows.pop(row))
+        self._held -= 1
 
     def _shrink(self) -> None:
+        if len(self._order) > 2 * self._held + 1_000:  # a row that nobody comes for keeps all later ones in the list
+            self._order = deque((name, row) for name, row in self._order if row in self._lanes[name].rows)
         while self._order:
             name, row = self._order[0]
             lane = self._lanes[name]

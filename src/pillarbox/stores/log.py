@@ -378,7 +378,9 @@ class _Looked(msgspec.Struct, frozen=True):
         more = late < count
         if more:  # none of the fresh ones before the last late one
             del rows[late:]
-        reach, passed_late = next(((it[1] or 0, it[4]) for it in found if it[0] == _REACHED), (0, None))
+        reach, seen, passed_late = next(
+            ((it[1] or 0, int(it[3]), it[4]) for it in found if it[0] == _REACHED), (0, 0, None)
+        )
         window = Window(
             self.start,
             snapshot,
@@ -389,7 +391,7 @@ class _Looked(msgspec.Struct, frozen=True):
             reach=0 if cut or more else reach,
         )
         step = 1 if self.detour is None else _WORTH_A_WRITE
-        passed = passed or self.start.paging is not None  # what is behind them was not looked at
+        passed = passed or self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
         if not rows:
             passed = passed or passed_late is not None or reach >= self.start.high + step
         return _Found(

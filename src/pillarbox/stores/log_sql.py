@@ -179,10 +179,10 @@ _DIVIDED_PAGE = f"""
     )"""
 _REACHED = f"""
     UNION ALL
-    SELECT 4, CASE WHEN (SELECT count(*) FROM fresh) < :limit
-                   THEN (SELECT max(looked_at.id) FROM ({_LOOKED_AT.format("o.id")}) looked_at) END, NULL, NULL,
+    SELECT 4, max(looked_at.id), NULL, CAST(count(*) AS text),
            CASE WHEN CAST(:detour AS text) IS NULL
-                THEN CAST(coalesce({_OF_LATER}, {_OF_RUNNING}) AS text) END, NULL, NULL, NULL"""  # noqa: S608  constants
+                THEN CAST(coalesce({_OF_LATER}, {_OF_RUNNING}) AS text) END, NULL, NULL, NULL
+    FROM ({_LOOKED_AT.format("o.id")}) looked_at WHERE (SELECT count(*) FROM fresh) < {_MOST}"""  # noqa: S608  constants
 
 
 def _looks(rows: str, found: str, rest: str) -> Looks:
@@ -202,8 +202,8 @@ may look at all (2), and people's requests (3)."""
 PAGE = _looks(_PAGE, _LATE_ROWS, _LOOK)
 """The next page of late rows."""
 DIVIDED_POLL = _looks(_DIVIDED_POLL, _BOTH, _LOOK + _REACHED)
-"""The same, in a lane with detours, or in one of those. It also tells how far it has looked, and any late row that it
-may have passed over (4)."""
+"""The same, in a lane with detours, or in one of those. It also tells how far it has looked, at how many rows, and any
+late row that it may have passed over (4)."""
 DIVIDED_PAGE = _looks(_DIVIDED_PAGE, _LATE_ROWS, _LOOK)
 
 NAMED = DirectStatement(
@@ -350,7 +350,9 @@ READY = text(
                    AND b.status <> 'PARKED' AND (b.status <> 'FAILED' OR r.on_failure = 'park')
                  ORDER BY b.row_id LIMIT 1) IS NULL)
         OR EXISTS (SELECT FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
-        OR EXISTS (SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d WHERE d.value <> l.cursor)
+        OR EXISTS (
+            SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d WHERE d.value <> l.cursor
+            AND NOT EXISTS (SELECT FROM pillarbox_tenants t WHERE t.tenant = d.key AND t.paused))
       )
     """  # noqa: S608  constants
 )

@@ -144,7 +144,8 @@ class MemoryLogStore(MemoryStore):
             waits = super()._has_work(name, now)
         finally:
             kept.fresh = fresh
-        if waits or kept.cursor.paging is not None or any(at != kept.cursor for at in kept.detours.values()):
+        open_detours = [at for tenant, at in kept.detours.items() if not self._paused_tenants.get(tenant)]
+        if waits or kept.cursor.paging is not None or any(at != kept.cursor for at in open_detours):
             return True
         dead = {row.at for row in self._discarded(name)}
         rows = [row for row in self._written(name) if row not in dead]

@@ -53,11 +53,12 @@ _UNDONE = f"""
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.high AND o.id <= l.reached
         UNION ALL
         SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
-        WHERE {_HERE} AND o.id <= l.high AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
+        WHERE {_HERE} AND o.id <= l.high
+          AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
         UNION ALL
         SELECT o.* FROM pillarbox_outbox o
         WHERE {_HERE} AND o.xid >= pg_snapshot_xmax(l.seen) AND o.id <= l.high
-          AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
+          AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
         UNION ALL
         SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
         JOIN pillarbox_outbox o ON {_HERE} AND o.tenant = d.tenant

@@ -31,8 +31,6 @@ HUNG_SECONDS = 10.0
 _KEPT = 2
 _KEPT_SECONDS = 1.0
 """A connection that nobody wanted for so long goes back to the pool, which knows whether it is still good."""
-_ONE_OF = 5
-"""So many must a pool be able to give for each that is kept."""
 
 
 class Turns:
@@ -105,6 +103,9 @@ class Turns:
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
+        now = clock.current().monotonic()
+        while self._spare and now - self._spare[-1][1] > _KEPT_SECONDS:
+            self._spare.pop()[0].close()
         connection = self._spare.pop()[0] if self._spare else self._reader.sync_engine.connect()
         try:
             yield connection
@@ -132,4 +133,6 @@ def _kept(pool: Pool) -> int:
         return _KEPT
     if not isinstance(pool, QueuePool):
         return 0
-    return _KEPT if pool._max_overflow < 0 else min(_KEPT, (pool.size() + pool._max_overflow) // _ONE_OF)
+    if pool._max_overflow < 0:
+        return _KEPT
+    return max(0, min(_KEPT, pool.size() + pool._max_overflow - AT_A_TIME - 1))  # one is for the leases

@@ -24,8 +24,7 @@ _JOURNAL = (
     "ALTER TABLE pillarbox_journal ADD COLUMN passed_over text[] NOT NULL DEFAULT '{}'",
 )
 
-# The cursor that tells about a tenant's rows. A detour is never ahead of its lane, so what it has not covered has not
-# been sent.
+# The cursor that tells about a tenant's rows: what it has not covered has not been sent.
 _CURSOR = """
 CREATE FUNCTION pillarbox_cursor(cursor text, detours text, tenant text) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
@@ -43,7 +42,9 @@ _DETOURS = f"""
 
 def _unsent() -> str:
     view = step_0003.UNSENT.replace("CREATE VIEW", "CREATE OR REPLACE VIEW")
-    return view.replace(step_0003.AHEAD, step_0003.AHEAD + _DETOURS)
+    by_tenant = "NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
+    ahead = step_0003.AHEAD.replace("NOT pillarbox_covered(l.cursor, o.id, o.xid)", by_tenant)
+    return view.replace(step_0003.AHEAD, ahead + _DETOURS)
 
 
 _IS_DETOUR = "IS NOT DISTINCT FROM CASE WHEN CAST(l.detours AS jsonb) ->> o.tenant IS NOT NULL THEN o.tenant END"
