@@ -22,6 +22,7 @@ from pillarbox.cursor import Cursor, Snapshot
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import LaneHaltedError, LeaseLostError, StoreError
 from pillarbox.outbox import Batch, Lane, Page
+from pillarbox.stores.schema import SCHEMA_VERSION
 from tests import copies
 from tests.conftest import FreshDatabase
 from tests.copies import Outbox, outbox, programs
@@ -150,6 +151,14 @@ async def test_h03_a_cached_sequence_is_refused(here: Outbox) -> None:
     with pytest.raises(StoreError, match=r"drawn 50 at a time.*SET CACHE 1"):
         await here.take()
     await here.do("ALTER TABLE pillarbox_outbox ALTER COLUMN id SET CACHE 1")
+    await here.take()
+
+
+async def test_a_relay_of_an_older_release_takes_no_lane(here: Outbox) -> None:
+    await here.do("UPDATE pillarbox_meta SET schema_version = 99")
+    with pytest.raises(StoreError, match=r"schema version 99, newer than this relay"):
+        await here.take()
+    await here.do(f"UPDATE pillarbox_meta SET schema_version = {SCHEMA_VERSION}")
     await here.take()
 
 

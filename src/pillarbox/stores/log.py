@@ -32,6 +32,7 @@ from .announced import Contents, contents_of, detour_of, encode_detours, moved, 
 from .failures import Failures, decode_headers, place, row_of
 from .leases import fenced, lease_lost, stored, with_keys
 from .queue import QueueStore
+from .schema import SCHEMA_VERSION
 
 logger = logging.getLogger("pillarbox")
 
@@ -65,7 +66,10 @@ class LogStore(QueueStore):
             raise StoreError("this server is a standby: relays need the primary")
         taken = super()._take(connection, *arguments)
         if any(lane.cursor is not None for lane in taken):
-            self._check(*guards)  # else nothing is taken, either
+            *asked, schema = guards
+            if schema > SCHEMA_VERSION:  # a newer release may keep in a lane what we would not look at
+                raise StoreError(f"the database has schema version {schema}, newer than this relay: upgrade pillarbox")
+            self._check(*asked)  # else nothing is taken, either
         return taken
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:

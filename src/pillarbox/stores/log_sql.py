@@ -543,6 +543,7 @@ GUARDS = text(
            (SELECT seqcache FROM pg_sequence
             WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
            pg_is_in_recovery() AS standby, row_security_active('pillarbox_outbox'),
-           current_setting('fsync'), current_setting('synchronous_commit')
+           current_setting('fsync'), current_setting('synchronous_commit'),
+           (SELECT schema_version FROM pillarbox_meta) AS schema
     """  # noqa: S608  constants
 )
