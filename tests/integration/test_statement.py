@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.outbox import Batch
-from pillarbox.stores import leases
+from pillarbox.stores import turns
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
@@ -113,7 +113,7 @@ async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A standby that never answers lets every COMMIT wait that must be durable."""
-    monkeypatch.setattr(leases, "HUNG_SECONDS", 1.0)
+    monkeypatch.setattr(turns, "HUNG_SECONDS", 1.0)
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
         await connection.execute(update(meta).values(store=kind))

@@ -351,8 +351,8 @@ READY = text(
                  ORDER BY b.row_id LIMIT 1) IS NULL)
         OR EXISTS (SELECT FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
         OR EXISTS (
-            SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d WHERE d.value <> l.cursor
-            AND NOT EXISTS (SELECT FROM pillarbox_tenants t WHERE t.tenant = d.key AND t.paused))
+            SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d
+            WHERE d.value <> l.cursor AND d.key <> ALL (ARRAY(SELECT t.tenant FROM pillarbox_tenants t WHERE t.paused)))
       )
     """  # noqa: S608  constants
 )

@@ -102,7 +102,7 @@ SELECT row_id <= CAST(split_part(cursor, ' ', 1) AS bigint) AND (
 $$
 """
 
-_COLUMNS = "o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.key, o.status, o.created_at"
+COLUMNS = "o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.key, o.status, o.created_at"
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
 _SEEN = "CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot)"
@@ -121,10 +121,10 @@ AHEAD = f"""
 # What is not sent, as far as it is settled: for counting, without a look at all that was ever written.
 UNSENT = f"""
 CREATE VIEW pillarbox_unsent AS
-SELECT {_COLUMNS}
+SELECT {COLUMNS}
 FROM pillarbox_outbox o JOIN pillarbox_lanes l ON {_HERE} WHERE l.cursor IS NULL AND o.status <> 'SENT'
 UNION ALL
-SELECT {_COLUMNS}
+SELECT {COLUMNS}
 FROM pillarbox_lanes l CROSS JOIN LATERAL ({AHEAD}) o
 WHERE l.cursor IS NOT NULL AND NOT EXISTS (
     SELECT FROM pillarbox_failures f WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
