@@ -29,7 +29,7 @@ from pillarbox.settings import Settings
 from pillarbox.transports.memory import MemoryTransport
 from tests import commands
 from tests.conftest import FreshDatabase
-from tests.servers import Database, Server
+from tests.servers import Database, DatabaseServer, Server
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -116,8 +116,10 @@ def pillarbox(tmp_path: Path) -> Iterator[CommandLine]:
 
 @pytest.fixture
 def embedded(use_server: Callable[[str], Server]) -> None:
-    """Commands without a database_url use the embedded PostgreSQL of this test run."""
-    use_server("embedded")
+    """Commands without a database_url use the embedded PostgreSQL of this test run, which others may have used."""
+    server = use_server("embedded")
+    assert isinstance(server, DatabaseServer)
+    server.drop("pillarbox")
 
 
 @pytest.fixture(params=["embedded", "mariadb", "sqlite"])
