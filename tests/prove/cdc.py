@@ -113,7 +113,8 @@ async def prove(
         feed = Feed(engine, buffer, relay="prove", slot=SLOT, signals=Signals([counts]))
         feed.start(len, Everything())
         store = CdcStore(engine, buffer, Signals([counts]))
-        readers = [Reader(store, shard, seed) for shard in range(SHARDS)]
+        # Lanes with detours read from the table.
+        readers = [Reader(store, shard, seed, parts=0.002) for shard in range(SHARDS)]
         working = [asyncio.create_task(reader.run(written)) for reader in readers]
         stealing = asyncio.create_task(thief.run(feed, written, pause))
         try:

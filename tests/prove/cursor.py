@@ -250,8 +250,10 @@ def _rejected(row: Row, draw: random.Random) -> Failure:
 class Reader:
     """The owners of one lane, one after the other."""
 
-    def __init__(self, store: LogStore, shard: int, seed: int) -> None:
+    def __init__(self, store: LogStore, shard: int, seed: int, *, parts: float = 0.02) -> None:
         self._store = store
+        self._parts = parts
+        """How often a tenant gets a detour."""
         self._name = LaneName(ROUTE.id, shard)
         self._draw = random.Random(f"{seed} reader {shard}")
         self._batch: list[tuple[int, UUID]] = []
@@ -275,7 +277,7 @@ class Reader:
     async def _divide(self, lane: Lane, over: bool) -> Lane:
         """Now and then somebody gets a detour, or comes back from it."""
         draw, detours = self._draw, lane.detours or {}
-        if draw.random() < (0.0 if over else 0.02):
+        if draw.random() < (0.0 if over else self._parts):
             tenant = draw.choice(TENANTS)
             if lane.announced is not None:
                 lane = await self._store.settle(lane)
