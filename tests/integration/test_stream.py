@@ -579,7 +579,10 @@ def _once(shop: Shop) -> dict[str, list[int]]:
 async def test_h58_whatever_transactions_do_while_streams_are_lost(fresh_database: FreshDatabase, kind: str) -> None:
     """`make prove-cdc`, in small."""
     result = await prove(fresh_database(kind).url(), events=1500, seed=7, two_phase=False, pace=0.3, pause=0.2)
-    assert result["holds"], result
+    # How much of it comes by the stream, and how soon a loss is told, is a matter of speed: the long form asks that.
+    wrong = ("missing", "doubled", "ghosts", "inversions", "wrong_lane", "wrong_state", "faults")
+    assert {name: result[name] for name in wrong} == dict.fromkeys(wrong, 0)
+    assert result["struck"]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
