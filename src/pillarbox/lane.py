@@ -213,7 +213,7 @@ class LaneWorker:
             self.lane = await self._store.amend(self.lane, ())
         more = found and self._may_be_more(page, plan, limit)
         if detour is not None:
-            self._detours.served(detour, more=more or page.passed, stuck=plan.cut or bool(page.held))
+            self._detours.served(detour, more=more, stuck=plan.cut or bool(page.held))
             self._ring_after(REST_SECONDS)
         elif found and self.lane.detours:
             self._detours.moved_on(self.lane.detours, company=bool(page.fresh))

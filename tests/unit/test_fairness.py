@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
 from pillarbox.outbox import Lane
 from pillarbox.stores.memory_log import MemoryLogStore
@@ -156,15 +158,17 @@ async def test_a_successor_serves_the_detours_that_it_finds() -> None:
     assert of("a", world.sent) == numbered("a", 300)
 
 
+@pytest.mark.parametrize("tenant", [None, "loud"], ids=["lane", "detour"])
 @in_virtual_time
-async def test_late_rows_that_wait_for_a_rate_keep_nobody_busy() -> None:
+async def test_late_rows_that_wait_for_a_rate_keep_nobody_busy(tenant: str | None) -> None:
     world = World(kind=MemoryLogStore)
+    world.store.set_rate(1_000, tenant="loud")
     store = world.store
     assert isinstance(store, MemoryLogStore)
     name = (await world.take("nobody", lease=0.001)).name
     late = store.begin()
     for event in numbered("a", 20).split():
-        store.append(None, [world._delivery(event, None, 0, TOPIC)], xid=late)
+        store.append(None, [world._delivery(event, tenant, 0, TOPIC)], xid=late)
     world.rows |= dict.fromkeys(numbered("a", 20).split(), 0)
     announced = 0
     announce = store.announce
@@ -177,7 +181,7 @@ async def test_late_rows_that_wait_for_a_rate_keep_nobody_busy() -> None:
     store.announce = watched  # type: ignore[method-assign]
     store.set_rate(1, lane=name)
     async with running(world.relay(pacing={"batch": 2})):
-        world.write("b1")
+        world.write("b1", tenant=tenant)
         await world.received(1)
         store.end(late)
         await asyncio.sleep(5)
