@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
@@ -219,12 +219,13 @@ class Collector:
                 identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
             }
             self._touched = dict(prepared)
-            with self.session.no_autoflush:  # to look at an expired row loads it, and that would flush
+            # To look at an expired row loads it, and that would flush.
+            with self.session.no_autoflush if prepared else nullcontext():
                 for aggregate in prepared.values():
                     self._prepare_row(aggregate)
             flush_orm()
             if self._touched.keys() <= prepared.keys() and not self._unhandled():
-                with self.session.no_autoflush:
+                with self.session.no_autoflush if prepared else nullcontext():
                     self._write()
                 return
         raise SessionError(
@@ -253,8 +254,8 @@ class Collector:
     def _unhandled(self) -> list[Raised]:
         raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
         raised += [entry.raised for entry in self._published]
-        handled = [frame.handled for frame in self._frames]
-        return [it for it in raised if self._outbox.inside(it) and not any(it.event_id in ids for ids in handled)]
+        wanted = [it for it in raised if self._outbox.inside(it)]
+        return [it for it in wanted if not any(it.event_id in frame.handled for frame in self._frames)]
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
         with self.session.no_autoflush:  # we are on the way to a flush

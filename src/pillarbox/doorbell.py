@@ -12,7 +12,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Protocol
 
 from .outbox import LaneName
@@ -122,12 +121,17 @@ class Doorbell:
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         """In the loop of the relays and the carrier: whoever rings may be in a thread, or in a loop of its own."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
         if self._loop is None:
-            with suppress(RuntimeError):
-                self._loop = asyncio.get_running_loop()
+            self._loop = here
         if self._loop is None or self._loop.is_closed():
             with self._lock:
                 self._rung.clear()
+        elif self._loop is here:
+            here.call_soon(work)  # it is awake, and needs no system call to be woken
         else:
             self._loop.call_soon_threadsafe(work)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import event, func, select, text, update
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from pillarbox.errors import NotMigratedError
 from pillarbox.outbox import Batch
 from pillarbox.stores import turns
 from pillarbox.stores.log import LogStore
@@ -106,6 +108,79 @@ async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
         await store.each_alone(die.fetch, {})
     [(answer,)] = await store.each_alone(DirectStatement(text("SELECT CAST(:it AS int)")).fetch, {"it": 7})
     assert answer == 7
+
+
+@pytest.fixture
+async def keeping(fresh_database: FreshDatabase) -> AsyncIterator[QueueStore]:
+    """A store that has kept a connection, which takes statements at once."""
+    engine = create_async_engine(fresh_database("embedded").url(), pool_size=8)
+    store = QueueStore(engine)
+    store.keep()
+    await store.fetch(PID, {})
+    yield store
+    await store.let_go()
+    assert engine.pool.status().endswith("Current Checked out connections: 0")
+    await engine.dispose()
+
+
+PID = DirectStatement(text("SELECT pg_backend_pid()"))
+
+
+async def test_a_kept_connection_takes_statements_without_a_greenlet(
+    keeping: QueueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not so one whose prepared statements somebody wants to name, as behind PgBouncer."""
+    [(before,)] = await keeping.fetch(PID, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "greenlet_spawn", None)
+        assert [[*row] for row in await keeping.fetch(PID, {})] == [[before]]
+    named = create_async_engine(
+        keeping._engine.url, connect_args={"prepared_statement_name_func": lambda: f"ours_{uuid4()}"}, pool_size=8
+    )
+    store = QueueStore(named)
+    store.keep()
+    names = DirectStatement(text("SELECT name FROM pg_prepared_statements"))
+    for _ in range(3):
+        assert all(name.startswith("ours_") for (name,) in await store.fetch(names, {}))
+    await store.let_go()
+    await named.dispose()
+
+
+async def test_what_fails_at_once_is_an_error_of_sqlalchemy_and_costs_the_connection(keeping: QueueStore) -> None:
+    [(before,)] = await keeping.fetch(PID, {})
+    with pytest.raises(ProgrammingError, match="nowhere"):
+        await keeping.fetch(DirectStatement(text("SELECT * FROM nowhere")), {})
+    [(after,)] = await keeping.fetch(PID, {})
+    assert after != before
+    with pytest.raises(DBAPIError) as lost:
+        await keeping.fetch(DirectStatement(text("SELECT pg_terminate_backend(pg_backend_pid())")), {})
+    assert lost.value.connection_invalidated
+    assert await keeping.fetch(PID, {})
+    with pytest.raises(NotMigratedError):
+        await keeping.fetch(DirectStatement(text("SELECT * FROM pillarbox_lanes")), {})
+
+
+async def test_what_hangs_or_is_cancelled_leaves_no_connection_behind(
+    keeping: QueueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_ever = DirectStatement(text("SELECT pg_sleep(600)"))
+    [(before,)] = await keeping.fetch(PID, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "HUNG_SECONDS", 0.1)
+        with pytest.raises(TimeoutError):
+            await keeping.fetch(for_ever, {})
+    [(after,)] = await keeping.fetch(PID, {})
+    assert after != before
+    waiting = asyncio.ensure_future(keeping.fetch(for_ever, {}))
+    async with keeping._engine.connect() as watching:
+        asleep = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'")
+        while (await watching.execute(asleep)).scalar_one() == 0:
+            await watching.rollback()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    [(last,)] = await keeping.fetch(PID, {})
+    assert last != after
 
 
 @pytest.mark.parametrize("kind", ["log", "queue"])

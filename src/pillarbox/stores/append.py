@@ -123,13 +123,18 @@ def explained() -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        if any(
-            sign in str(error.orig) for sign in ("does not exist", "no such table", "doesn't exist")
-        ) and "pillarbox_" in str(error.orig):
-            raise NotMigratedError(
-                "Pillarbox's tables are not in this database: run `pillarbox migrate`, or await box.migrate()"
-            ) from error
+        explain(error)
         raise
+
+
+def explain(error: DBAPIError) -> None:
+    """Raise something better, if we know it."""
+    if any(
+        sign in str(error.orig) for sign in ("does not exist", "no such table", "doesn't exist")
+    ) and "pillarbox_" in str(error.orig):
+        raise NotMigratedError(
+            "Pillarbox's tables are not in this database: run `pillarbox migrate`, or await box.migrate()"
+        ) from error
 
 
 def _values(row: Delivery) -> tuple[Any, ...]:

@@ -36,6 +36,8 @@ class CdcStore(LogStore):
 class _StreamReader(RowReader):
     """Looks for places of rows, and fills them from the buffer."""
 
+    at_a_glance = False
+
     def __init__(self, buffer: Buffer, signals: Signals) -> None:
         self._buffer = buffer
         self._signals = signals

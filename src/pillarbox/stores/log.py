@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from .failures import Failures, decode_headers, place, row_of
 from .leases import fenced, lease_lost, stored, with_keys
 from .queue import QueueStore
 from .schema import SCHEMA_VERSION
+from .statement import DirectStatement
 
 logger = logging.getLogger("pillarbox")
 
@@ -128,7 +129,20 @@ class LogStore(QueueStore):
     ) -> Page:
         if lane.cursor is None:
             return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
-        return await self.each_alone(_poll, lane, _Room(limit, max_bytes, self._rows), sorted(paused), detour)
+        room = _Room(limit, max_bytes, self._rows)
+        if self._rows.at_a_glance and not (lane.waiting or lane.detours or paused):
+            found, late = await self._glance(lane, room)
+            if found is not None and not found.asked:
+                return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)
+            room = room._replace(late=late)
+        return await self.each_alone(_poll, lane, room, sorted(paused), detour)
+
+    async def _glance(self, lane: Lane, room: _Room) -> tuple[_Found | None, bool | None]:
+        start = position(lane)
+        if start.paging is not None:
+            return None, None
+        question = _question(start, lane, room)
+        return _Looked(start, room.limit, None).glance(await self.fetch(_glance(question), question))
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         if lane.cursor is None:
@@ -152,7 +166,7 @@ class LogStore(QueueStore):
             )
         following, skipped = _following(lane, batch)
         if not (lane.waiting or skipped or batch.failures or batch.parked or batch.requests):
-            await self.each_alone(_write_at_once, lane, following, batch.cursor, batch.relaxed)
+            await self._write_at_once(lane, following, batch.cursor, relaxed=batch.relaxed)
             return following
         return await self.all_or_nothing(_announce, lane, following, batch, skipped)
 
@@ -170,7 +184,9 @@ class LogStore(QueueStore):
         if lane.announced is None:
             if changes:
                 raise StoreError("there is no announced batch to amend")
-            await self.each_alone(_see, lane)
+            # Nothing depends on it but whether we go on, so nothing is written.
+            if not await self.fetch(sql.STILL_OURS, {**_fence(lane), "was_announced": None, "server": None}):
+                raise lease_lost(lane)
             return lane
         return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
 
@@ -181,7 +197,7 @@ class LogStore(QueueStore):
             raise StoreError("there is no announced batch to settle")
         following = settled(lane)
         if not lane.waiting:
-            await self.each_alone(_write_at_once, lane, following)
+            await self._write_at_once(lane, following)
             return following
         return await self.all_or_nothing(_settle, lane, following)
 
@@ -189,6 +205,29 @@ class LogStore(QueueStore):
         if lane.cursor is None:
             return await super().rebuild(lane)
         return await self.each_alone(_rebuild, lane)
+
+    async def _write_at_once(
+        self, lane: Lane, following: Lane, look: Look | None = None, *, relaxed: bool = False
+    ) -> None:
+        """The common case, in one statement. If it is relaxed and the server crashes, a successor finds the lane as it
+        was a moment before, and sends what came after it again. What is settled while nothing follows is never relaxed,
+        so all of it is on the disk when a lane is idle.
+        """
+        parameters = {
+            **_entry(lane),
+            **_fence(lane),
+            "was_announced": stored(lane.announced)["announced"],
+            "announced": stored(following.announced)["announced"],
+            "cursor": str(following.cursor),
+            "detours": encode_detours(following.detours),
+            "next_batch": following.batch,
+            "next_number": following.next_number,
+            "server": None if look is None else look.server,
+        }
+        settling = (sql.SETTLE, sql.SETTLE_RELAXED)[relaxed]
+        announcing = (sql.ANNOUNCE, sql.ANNOUNCE_RELAXED)[relaxed]
+        if not await self.fetch(announcing if lane.announced is None else settling, parameters):
+            raise lease_lost(lane)
 
 
 _FILTERED = (
@@ -217,9 +256,12 @@ class Look(msgspec.Struct, frozen=True):
 class RowReader:
     """How a look gets its rows: here all of them from the table, with the look itself."""
 
+    at_a_glance: ClassVar[bool] = True
+    """Whether a glance is one statement, and nothing else."""
+
     def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
         """A look that is mostly enough; rows that are too large may lack their bodies."""
-        return sql.GLANCES[bool(parameters["running"])].fetch(connection, parameters)
+        return _glance(parameters).fetch(connection, parameters)
 
     def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
         """A closer look, with all bodies that the bytes allow."""
@@ -236,6 +278,8 @@ class _Room(NamedTuple):
     limit: int
     max_bytes: int
     reader: RowReader
+    late: bool | None = None
+    """Whether a glance has shown late rows, if there was one already and it was not enough."""
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -285,16 +329,26 @@ def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -
     return replace(found, passed=True)
 
 
-def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
-    limit, reader = room.limit, room.reader
-    parameters = {
+def _question(start: Cursor, lane: Lane, room: _Room) -> dict[str, Any]:
+    return {
         "route": lane.route.id,
         "shard": lane.shard,
         "high": start.high,
-        "limit": limit,
+        "limit": room.limit,
         "max_bytes": room.max_bytes,
         "discarded": sorted(row.at.id for row in lane.discarded),
+        "xmax": str(start.seen.xmax),
+        "running": [str(xid) for xid in start.seen.running],
     }
+
+
+def _glance(question: dict[str, Any]) -> DirectStatement:
+    return sql.GLANCES[bool(question["running"])]
+
+
+def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
+    limit, reader, late = room.limit, room.reader, room.late
+    parameters = _question(start, lane, room)
     poll, page = sql.POLL, sql.PAGE
     main: Cursor | None = None
     if lane.detours:
@@ -308,24 +362,19 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
         found = reader.look(connection, page, {**parameters, **_late(start.late), "done": start.done})
         window.check(found)
         return window.of(found, start.paging, start.late)
-    seen = start.seen
-    before = {"xmax": str(seen.xmax), "running": [str(xid) for xid in seen.running]}
-    passed = False
-    if not lane.detours:
-        glance = reader.glance(connection, {**parameters, **before})
-        late, snapshot, _ = window.check(glance)
-        if late is None and not _lacks_bodies(glance):
-            return window.of(glance, snapshot)
-        passed = late is not None  # if all of them were discarded
-    found = reader.look(connection, poll, {**parameters, **before})
+    if late is None and not lane.detours:
+        glanced, late = window.glance(reader.glance(connection, parameters))
+        if glanced is not None:
+            return glanced
+    found = reader.look(connection, poll, parameters)
     count, snapshot, xids = window.check(found)
     if main is not None:
         snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
     if count <= limit:
-        return window.of(found, snapshot, xids, passed=passed)
+        return window.of(found, snapshot, xids, passed=late or False)  # they may all have been discarded
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
-    more = connection.execute(sql.LATE_XIDS, {**parameters, **before, "snapshot": str(snapshot)}).scalars()
-    xids = tuple(sorted({*more, *(xid for xid in seen.running if snapshot.shows(xid))}))
+    more = connection.execute(sql.LATE_XIDS, {**parameters, "snapshot": str(snapshot)}).scalars()
+    xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
     found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
     return window.of(found, snapshot, xids)
 
@@ -364,6 +413,13 @@ class _Looked(msgspec.Struct, frozen=True):
                 "it went back in time, or is another one"
             )
         return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
+
+    def glance(self, found: Sequence[Any]) -> tuple[_Found | None, bool]:
+        """What was found, if a glance is enough for it; and whether there are late rows."""
+        late, snapshot, _ = self.check(found)
+        if late is not None or _lacks_bodies(found):
+            return None, late is not None
+        return self.of(found, snapshot), False
 
     def of(
         self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = (), *, passed: bool = False
@@ -486,31 +542,6 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     return replace(following, next_number=first + len(items), announced=announced), skipped
 
 
-def _write_at_once(
-    connection: Connection, lane: Lane, following: Lane, look: Look | None = None, relaxed: bool = False
-) -> None:
-    """The common case, in one statement. If it is relaxed and the server crashes, a successor finds the lane as it was
-    a moment before, and sends what came after it again. What is settled while nothing follows is never relaxed, so all
-    of it is on the disk when a lane is idle.
-    """
-    parameters = {
-        **_entry(lane),
-        **_fence(lane),
-        "was_announced": stored(lane.announced)["announced"],
-        "announced": stored(following.announced)["announced"],
-        "cursor": str(following.cursor),
-        "detours": encode_detours(following.detours),
-        "next_batch": following.batch,
-        "next_number": following.next_number,
-        "server": None if look is None else look.server,
-    }
-    settling = (sql.SETTLE, sql.SETTLE_RELAXED)[relaxed]
-    announcing = (sql.ANNOUNCE, sql.ANNOUNCE_RELAXED)[relaxed]
-    owned = (announcing if lane.announced is None else settling).fetch(connection, parameters)
-    if not owned:
-        raise lease_lost(lane)
-
-
 def _fence(lane: Lane) -> dict[str, Any]:
     return {
         "route": lane.route.id,
@@ -612,13 +643,6 @@ def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
             return True
         lane = moved(lane, detour, at := found.look.window.after(0))
     return False
-
-
-def _see(connection: Connection, lane: Lane) -> None:
-    """Whether the lane is ours still. Nothing depends on it but whether we go on, so nothing is written."""
-    found = sql.STILL_OURS.fetch(connection, {**_fence(lane), "was_announced": None, "server": None})
-    if not found:
-        raise lease_lost(lane)
 
 
 def _amend(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import ClauseElement, Connection, Dialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.types import TypeEngine
-from sqlalchemy.util import await_only
+from sqlalchemy.util import await_only, greenlet_spawn
 
 
 class FixedStatement:
@@ -55,9 +55,7 @@ class DirectStatement:
 
     def fetch(self, connection: Connection, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Run it; the rows as the driver has them."""
-        text, names, positional = self._compiled.get(connection.dialect.driver) or self._compile(connection.dialect)
-        values = [parameters[name] for name in names]
-        given = tuple(values) if positional else dict(zip(names, values, strict=True))
+        text, given = self._with(parameters, connection.dialect)
         try:
             rows: Sequence[Any] = _hand_over(connection, text, given, lambda cursor: cursor.fetchall())
         except DBAPIError as error:
@@ -65,11 +63,38 @@ class DirectStatement:
             raise
         return rows
 
+    async def fetch_at_once(
+        self, connection: Connection, parameters: Mapping[str, Any], seconds: float
+    ) -> Sequence[Any]:
+        """The same without a greenlet, on a connection that `takes_at_once`. It may take so many seconds.
+        Whatever the error, the connection is closed then.
+        """
+        text, given = self._with(parameters, connection.dialect)
+        try:
+            return await _fetched_by_asyncpg(connection.connection, text, given, seconds)
+        except BaseException as error:
+            failure = await greenlet_spawn(_given_up, connection, text, given, error)
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _with(self, parameters: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:
+        text, names, positional = self._compiled.get(dialect.driver) or self._compile(dialect)
+        values = [parameters[name] for name in names]
+        return text, tuple(values) if positional else dict(zip(names, values, strict=True))
+
     def _compile(self, dialect: Dialect) -> tuple[str, Sequence[str], bool]:
         compiled: Any = self._statement.compile(dialect=dialect)
         names = compiled.positiontup if compiled.positional else [*compiled.binds]
         self._compiled[dialect.driver] = found = (compiled.string, names, compiled.positional)
         return found
+
+
+def takes_at_once(connection: Connection) -> bool:
+    """Whether a `DirectStatement` may go to this connection's driver without a greenlet, which takes longer than an
+    easy statement.
+    """
+    return connection.dialect.driver == "asyncpg" and _needs_no_cursor(connection.connection)
 
 
 def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[Any], Any] | None = None) -> Any:
@@ -80,40 +105,63 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
     pooled: Any = connection.connection
     cursor: Any = None
     try:
-        if result is not None and dialect.driver == "asyncpg" and pooled.dbapi_connection.autocommit:
-            return _fetched_by_asyncpg(pooled, text, given)
+        if dialect.driver == "asyncpg" and _needs_no_cursor(pooled):
+            return await_only(_fetched_by_asyncpg(pooled, text, given))
         cursor = pooled.cursor()
         cursor.execute(text, given)
         found = None if result is None else result(cursor)
     except BaseException as error:
-        answered = isinstance(error, dialect.dbapi.Error)
-        gone = not answered or dialect.is_disconnect(error, pooled.dbapi_connection, cursor)
-        if gone:
-            connection.invalidate(error)
-        if not answered:
+        failure = _failure(connection, text, given, error, cursor)
+        if failure is error:
             raise
-        raise DBAPIError.instance(
-            text,
-            given,
-            error,
-            dialect.dbapi.Error,
-            hide_parameters=connection.engine.hide_parameters,
-            connection_invalidated=gone,
-            dialect=dialect,
-        ) from error
+        raise failure from error
     cursor.close()
     return found
 
 
-def _fetched_by_asyncpg(pooled: Any, text: str, given: Any) -> Any:
-    """Without the cursor that stands between us and the driver: in a connection where every statement is a transaction
-    of its own it does nothing for us, and takes longer than the database.
+def _failure(connection: Connection, text: str, given: Any, error: BaseException, cursor: Any = None) -> BaseException:
+    """What to raise for an error. A connection that nobody could use again is given up."""
+    dialect: Any = connection.dialect
+    answered = isinstance(error, dialect.dbapi.Error)
+    gone = not answered or dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor)
+    if gone:
+        connection.invalidate(error)
+    if not answered:
+        return error
+    return DBAPIError.instance(
+        text,
+        given,
+        cast("Exception", error),
+        dialect.dbapi.Error,
+        hide_parameters=connection.engine.hide_parameters,
+        connection_invalidated=gone,
+        dialect=dialect,
+    )
+
+
+def _given_up(connection: Connection, text: str, given: Any, error: BaseException) -> BaseException:
+    failure = _failure(connection, text, given, error)
+    connection.invalidate()
+    connection.close()
+    return failure
+
+
+def _needs_no_cursor(pooled: Any) -> bool:
+    """Whether the cursor that stands between us and asyncpg would do nothing but take time: it begins the transaction
+    with its first statement, and gives prepared statements the names that somebody may want behind PgBouncer.
     """
+    adapter = pooled.dbapi_connection
+    begun = adapter.autocommit or pooled.driver_connection.is_in_transaction()
+    return begun and adapter._prepared_statement_name_func is adapter._default_name_func
+
+
+async def _fetched_by_asyncpg(pooled: Any, text: str, given: Any, seconds: float | None = None) -> Sequence[Any]:
     try:
-        return await_only(pooled.driver_connection.fetch(text, *given))
+        rows: Sequence[Any] = await pooled.driver_connection.fetch(text, *given, timeout=seconds)
     except Exception as error:
         pooled.dbapi_connection._handle_exception(error)
         raise
+    return rows
 
 
 def _is_active(connection: Connection) -> bool:
@@ -124,10 +172,11 @@ def _is_active(connection: Connection) -> bool:
 
 def _is_watched(connection: Connection) -> bool:
     """Whether somebody listens to, or logs, the statements of this connection: instruments, or a person."""
-    dispatch: Any = connection.dispatch
-    return bool(
-        dispatch.before_cursor_execute or dispatch.after_cursor_execute
-    ) or connection.engine.logger.isEnabledFor(logging.INFO)
+    if connection._has_events or connection.engine._has_events:
+        dispatch: Any = connection.dispatch
+        if dispatch.before_cursor_execute or dispatch.after_cursor_execute:
+            return True
+    return connection.engine.logger.isEnabledFor(logging.INFO)
 
 
 def _processor(kind: TypeEngine[Any] | None, dialect: Dialect) -> Callable[[Any], Any] | None:

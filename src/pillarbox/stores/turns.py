@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, NullPool, Pool, QueuePool, StaticPool
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
 from .. import clock
-from .append import explained
+from .append import explain, explained
+from .statement import DirectStatement, takes_at_once
 
 _T = TypeVar("_T")
 
@@ -62,6 +64,25 @@ class Turns:
             self._waiting -= 1
             if self._is_too_much(self._waiting):  # whoever was to get it did not want it any more
                 await greenlet_spawn(self._close_surplus, self._waiting)
+
+    async def fetch(self, statement: DirectStatement, parameters: Mapping[str, Any]) -> Sequence[Any]:
+        """Run one statement, a transaction of its own; at once, if a connection of asyncpg was kept for it."""
+        connection = self._at_hand()
+        if connection is None:
+            return await self.each_alone(statement.fetch, parameters)
+        self._waiting += 1
+        try:
+            async with self._turns:
+                rows = await statement.fetch_at_once(connection, parameters, HUNG_SECONDS)
+            self._spare.append((connection, clock.current().monotonic()))
+        except DBAPIError as error:
+            explain(error)
+            raise
+        finally:
+            self._waiting -= 1
+            if self._is_too_much(self._waiting):
+                await greenlet_spawn(self._close_surplus, self._waiting)
+        return rows
 
     async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
@@ -114,6 +135,16 @@ class Turns:
             raise
         self._spare.append((connection, clock.current().monotonic()))
         self._close_surplus(self._waiting - 1)  # we are still among them
+
+    def _at_hand(self) -> Connection | None:
+        """A connection that can be used without waiting for anything."""
+        if not self._spare or self._turns.locked():
+            return None
+        connection, since = self._spare[-1]
+        if clock.current().monotonic() - since > _KEPT_SECONDS or not takes_at_once(connection):
+            return None
+        self._spare.pop()
+        return connection
 
     def _is_too_much(self, waiting: int) -> bool:
         """Whether nobody waits for the connection that was idle for the longest time, and it is not worth keeping."""
