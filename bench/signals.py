@@ -15,7 +15,7 @@ from .servers import Bench
 
 async def measure(bench: Bench) -> dict[str, float]:
     """All figures, by name."""
-    events, rounds = bench.sizes.drain, bench.sizes.signal_rounds
+    events, rounds = bench.sizes.signal_events, bench.sizes.signal_rounds
     ratios: list[float] = []
     sink, metrics = Sink(), PrometheusSignals()
     async with (

@@ -15,7 +15,9 @@ class Sizes:
     """Rounds of what takes long."""
     connections: tuple[int, ...] = (1, 4, 16)
     slice_seconds: float = 1.0
-    drain: int = 20_000
+    drain: int = 60_000
+    """Half a second of work: in less, a run is mostly its start and its end."""
+    signal_events: int = 20_000
     signal_rounds: int = 21
     import_rounds: int = 15
     latency_rounds: int = 3
@@ -39,6 +41,7 @@ QUICK = Sizes(
     connections=(16,),
     slice_seconds=0.3,
     drain=5_000,
+    signal_events=5_000,
     signal_rounds=3,
     import_rounds=3,
     latency_rounds=1,

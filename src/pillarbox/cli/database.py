@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from ..embedded import EmbeddedPostgres
 from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
 from ..settings import Settings, masked
+from ..stores.inspection import do_not_compile
 from ..stores.schema import check_schema
 from ..telemetry import JsonFormatter
 from .output import CommandError, Exit, plain, redacted
@@ -62,6 +63,7 @@ async def ask(settings: Settings, question: Callable[[Connection], _T]) -> _T:
     """Open the database, see that it is migrated, and ask."""
     async with opened(settings) as engine, engine.connect() as connection:
         await connection.run_sync(check_schema)
+        await connection.run_sync(do_not_compile)
         return await connection.run_sync(question)
 
 
