@@ -176,7 +176,8 @@ def run(name: str, workers: int) -> Result:
     try:
         python = cell.prepare(name)
         command = [*(str(python), "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider"), f"--junitxml={report}"]
-        environment = os.environ | ({"PILLARBOX_TEST_CELL": name} if name in servers.CELLS else {})
+        # Not PILLARBOX_...: commands refuse what they do not know.
+        environment = os.environ | ({"MATRIX_CELL": name} if name in servers.CELLS else {})
         with log.open("wb") as output:
             done = subprocess.run(
                 [*command, *cell.arguments],

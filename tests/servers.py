@@ -463,7 +463,7 @@ CELLS: dict[str, dict[str, type[Server]]] = {
 }
 """What `make test-matrix` puts in the place of which kind. Most tests then run on the first of these only."""
 
-CELL = os.environ.get("PILLARBOX_TEST_CELL")
+CELL = os.environ.get("MATRIX_CELL")
 if CELL is not None:
     KINDS |= CELLS[CELL]
     DATABASES = WITH_OLDEST = (next(iter(CELLS[CELL])),)

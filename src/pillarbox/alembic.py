@@ -16,6 +16,8 @@ from typing import Any
 from alembic.autogenerate import comparators
 from alembic.operations.ops import DropTableOp, ModifyTableOps
 from alembic.util import DispatchPriority
+from sqlalchemy import BigInteger
+from sqlalchemy.dialects.postgresql.base import ischema_names
 
 from .errors import ConfigurationError
 from .stores.migrations import STEPS, run_step
@@ -27,6 +29,10 @@ def upgrade(op: Any, *, to: int) -> None:
         raise ConfigurationError(f"this release of pillarbox knows the steps 1 to {len(STEPS)}, not {to}")
     for number in range(1, to + 1):
         run_step(op, number)
+
+
+# Whoever compares reads our tables, too, and SQLAlchemy would warn of a type that it does not know.
+ischema_names.setdefault("xid8", BigInteger)
 
 
 @comparators.dispatch_for("schema", priority=DispatchPriority.LAST)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, create_engine, inspect, make_url, select, text, update
@@ -232,11 +233,12 @@ class TestView:
 
 ENV = """
 from alembic import context
-from sqlalchemy import Column, Integer, MetaData, Table, create_engine
+from sqlalchemy import Column, Integer, MetaData, NullPool, Table, create_engine
 
 target_metadata = MetaData()
 Table("mine", target_metadata, Column("id", Integer, primary_key=True))
-with create_engine(context.config.get_main_option("sqlalchemy.url")).connect() as connection:
+url = context.config.get_main_option("sqlalchemy.url")
+with create_engine(url, poolclass=NullPool).connect() as connection:
     context.configure(connection=connection, target_metadata=target_metadata)
     with context.begin_transaction():
         context.run_migrations()
@@ -273,13 +275,13 @@ class TestOwnAlembic:
 
     def test_upgrade_check_and_autogenerate_leave_our_tables_alone(self, project: Path, database: Database) -> None:
         for step in range(1, len(STEPS) + 1):  # a revision for each release of ours
-            _alembic(project, "revision", "--autogenerate", "-m", f"step{step}")
+            _alembic(project, command.revision, f"step{step}", autogenerate=True)
             [revision] = (project / "versions").glob(f"*_step{step}.py")
             included = f"def upgrade():\n    pillarbox.alembic.upgrade(op, to={step})"
             revision.write_text(revision.read_text().replace("def upgrade():", included))
-            _alembic(project, "upgrade", "head")
-        assert "No new upgrade operations" in _alembic(project, "check")
-        _alembic(project, "revision", "--autogenerate", "-m", "nothing")
+            _alembic(project, command.upgrade, "head")
+        assert "No new upgrade operations" in _alembic(project, command.check)
+        _alembic(project, command.revision, "nothing", autogenerate=True)
         [nothing] = (project / "versions").glob("*_nothing.py")
         assert "drop" not in nothing.read_text()
         engine = create_engine(database.url(SYNC[database.kind]))
@@ -296,9 +298,7 @@ class TestOwnAlembic:
             pillarbox.alembic.upgrade(None, to=len(STEPS) + 1)
 
 
-def _alembic(project: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "alembic", *arguments], cwd=project, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def _alembic(project: Path, action: Callable[..., Any], *arguments: str, **options: Any) -> str:
+    said = StringIO()
+    action(Config(project / "alembic.ini", stdout=said), *arguments, **options)
+    return said.getvalue()

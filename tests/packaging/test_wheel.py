@@ -29,9 +29,9 @@ def test_the_wheel_runs_the_tutorial_in_a_clean_environment(
     monkeypatch.setenv("PILLARBOX_HOME", str(servers.folder / "wheel"))  # others have tables of the same names
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     [wheel] = tmp_path.glob("pillarbox-*.whl")
-    venv.create(tmp_path / "clean", with_pip=True)
-    python = tmp_path / "clean" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[demo]", cwd=tmp_path)
+    venv.create(tmp_path / "clean")
+    python, uv = tmp_path / "clean" / "bin" / "python", Path(sys.executable).with_name("uv")
+    run(uv, "pip", "install", "--quiet", "--python", python, f"{wheel}[demo]", cwd=tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "tutorial.py").write_text("\n".join(blocks))
     run(python, "-W", "error", "tutorial.py", cwd=tmp_path)

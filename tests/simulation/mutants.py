@@ -47,6 +47,8 @@ class Mutant:
     plant: Plant
     shows: tuple[str, ...]
     world: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+    """Where the search begins: at a seed that shows it, if only few do."""
 
     def __str__(self) -> str:
         return self.plant.__name__.removeprefix("_")
@@ -55,11 +57,11 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
+def mutant(*shows: str, first: int = 0, **world: Any) -> Callable[[Plant], Plant]:
     """Keep a mutant, with the invariants that may catch it."""
 
     def keep(plant: Plant) -> Plant:
-        MUTANTS.append(Mutant(plant, shows, {"failover": False, "sessions": False, "log": False} | world))
+        MUTANTS.append(Mutant(plant, shows, {"failover": False, "sessions": False, "log": False} | world, first))
         return plant
 
     return keep
@@ -68,12 +70,12 @@ def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
 LIMIT = 1_000
 
 
-def seeds_to_catch(planted: Mutant) -> tuple[int, str]:
+def seeds_to_catch(planted: Mutant, first: int = 0) -> tuple[int, str]:
     """How many seeds it takes, and what was seen then; nothing, if it gets away."""
-    for seed in range(LIMIT):
+    for count, seed in enumerate((*range(first, LIMIT), *range(first)), start=1):
         for violation in simulate(seed, **planted.world).violations:
             if violation.startswith(planted.shows):
-                return seed + 1, violation
+                return count, violation
     return LIMIT, ""
 
 
@@ -90,7 +92,7 @@ def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
 
 
-@mutant("fence", failover=True, focus=("settle", ["late", "slow"]))
+@mutant("fence", first=115, failover=True, focus=("settle", ["late", "slow"]))
 def _token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
 
@@ -105,7 +107,7 @@ def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lenient)
 
 
-@mutant("lease", focus=("renew", ["slow"]))
+@mutant("lease", first=52, focus=("renew", ["slow"]))
 def _lease_taken_early(patch: pytest.MonkeyPatch) -> None:
     free = MemoryStore._is_free
     patch.setattr(MemoryStore, "_is_free", lambda self, lane, now: free(self, lane, now + 3.0))
@@ -116,7 +118,7 @@ def _lease_never_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_is_free", lambda _self, lane, _now: not lane.paused and lane.locked_by is None)
 
 
-@mutant("lease")
+@mutant("lease", first=15)
 def _release_without_fence(patch: pytest.MonkeyPatch) -> None:
     release = MemoryStore.release
 
@@ -149,7 +151,7 @@ def _deadline_after_the_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Relay, "_deadline", lambda self, before: before + 2 * self._pacing.lease)
 
 
-@mutant("I3", numbered=True, watched=False, focus=("amend", ["pause"]))
+@mutant("I3", first=39, numbered=True, watched=False, focus=("amend", ["pause"]))
 def _check_before_open(patch: pytest.MonkeyPatch) -> None:
     """A broker that gives a name to whoever asks, and no deadline of our own: these layers hide it. Rejections bring it
     out.
@@ -219,7 +221,7 @@ def _number_is_the_row_id(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneWorker, "_check_not_ahead", lambda _self, _topic, _last: None)
 
 
-@mutant("I1", numbered=True)
+@mutant("I1", first=53, numbered=True)
 def _number_of_a_rejected_row_is_used_again(patch: pytest.MonkeyPatch) -> None:
     amend = MemoryStore.amend
 
@@ -252,7 +254,7 @@ def _unparked_between_announce_and_rebuild(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "rebuild", generous)
 
 
-@mutant("I1", numbered=True)
+@mutant("I1", first=48, numbered=True)
 def _pushed_is_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
     async def trusting(_self: Any, items: list[Any], topic: str, last: int) -> tuple[list[Any], None]:
         return [item for item in items if item[1].topic != topic or item[0] > last], None
@@ -331,12 +333,12 @@ def _abandoned_batch_counts_as_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneWorker, "_abandon", abandon)
 
 
-@mutant("I9")
+@mutant("I9", first=19)
 def _deadly_message_is_sent_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lanes, "DEADLY_TRIES", 1_000_000)
 
 
-@mutant("I9")
+@mutant("I9", first=19)
 def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     take = MemoryStore.take
 
@@ -396,7 +398,7 @@ def _high_water_poll(patch: pytest.MonkeyPatch) -> None:
 # -- people ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("I9")
+@mutant("I9", first=49)
 def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
     """By whoever gives it, and not by the owner of the lane with its next announcement."""
     request = MemoryStore.request
@@ -487,7 +489,7 @@ def _late_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cursor, "is_late", lambda _self, _row: False)
 
 
-@mutant("I9", log=True)
+@mutant("I9", first=53, log=True)
 def _only_those_that_were_listed_are_late(patch: pytest.MonkeyPatch) -> None:
     late = Cursor.is_late
     patch.setattr(Cursor, "is_late", lambda self, row: late(self, row) and row.xid < self.seen.xmax)
@@ -541,7 +543,7 @@ def _a_detour_ends_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryLogStore, "_arrived", lambda _self, _lane, _detour: True)
 
 
-@mutant("I", log=True, floods=True)
+@mutant("I", first=125, log=True, floods=True)
 def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """It goes ahead of its lane, which sends the same rows again once the detour is over."""
     look = MemoryLogStore._look

@@ -14,7 +14,7 @@ from pillarbox.testing.simulation import simulate
 from pillarbox.testing.simulation.__main__ import main, run, told
 from tests.simulation.mutants import MUTANTS, Mutant, seeds_to_catch
 
-SEEDS = 3_000
+SEEDS = 1_000
 PART = 250
 
 
@@ -76,6 +76,6 @@ def test_a_planted_mistake_is_caught(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     mutant.plant(monkeypatch)
-    seeds, violation = seeds_to_catch(mutant)
+    seeds, violation = seeds_to_catch(mutant, mutant.first)
     record_property("seeds", seeds)
     assert violation

@@ -354,7 +354,7 @@ def _counted(status: Status) -> Select[Any]:
 
 
 def do_not_compile(connection: Connection) -> None:
-    """The plans of our views are large and look expensive. PostgreSQL, where it has a compiler, would spend 15 s on what
+    """The plans of our views are large and look expensive: where PostgreSQL has a compiler, it would spend 15 s on what
     takes 10 ms without. For this transaction.
     """
     if connection.dialect.name == "postgresql":
