@@ -75,9 +75,21 @@ async def test_h62_what_a_detour_has_not_come_to_is_not_pruned(here: Outbox) -> 
     assert await pruned(here) == 2
 
 
-async def pruned(here: Outbox) -> int:
+async def test_h62_how_old_a_row_is_tells_the_detour_that_has_sent_it(here: Outbox) -> None:
+    """Its lane has passed it over, and long ago."""
+    lane = await behind(here)
+    await here.do("UPDATE pillarbox_outbox SET created_at = created_at - interval '2 hours'")
+    await here.do("UPDATE pillarbox_journal SET settled_at = settled_at - interval '2 hours'")
+    await sent(here, lane, "loud")
+    assert await pruned(here, older_than=3600) == 5
+    assert {*await here.states()} == {"a2", "a3"}
+    await here.do("UPDATE pillarbox_journal SET settled_at = settled_at - interval '2 hours'")
+    assert await pruned(here, older_than=3600) == 2
+
+
+async def pruned(here: Outbox, older_than: float = 0.0) -> int:
     def prune(connection: Connection) -> int:
-        scope, gone = retention.scope(connection, older_than=0.0), 0
+        scope, gone = retention.scope(connection, older_than=older_than), 0
         for place in retention.stretches(connection, scope):
             after = retention.page(connection, scope, place, (), 100)
             gone += retention.remove(connection, after.keys)

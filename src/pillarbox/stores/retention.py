@@ -72,6 +72,8 @@ class Stretch:
     """In a log: the cursor of the last batch that is old enough. Without one, and with a lane, the journal is empty."""
     upto: tuple[int, int] = (0, 0)
     """In a log: where that batch stands in the journal, its high and its number."""
+    divided: bool = False
+    """In a log: whether some of it went by detours. Those who did were sent later than the lane has passed them."""
     # Of the ids of events.
     first: UUID = _FIRST
     last: UUID = _LAST
@@ -110,7 +112,8 @@ def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
         lane = {"route": route, "shard": shard}
         passed, upto = _passed(connection, scope, lane)
         if passed is not None or connection.execute(_JOURNALED, lane).first() is None:
-            found.append(Stretch(route, shard, passed, upto))
+            divided = connection.execute(_DIVIDED, lane).first() is not None
+            found.append(Stretch(route, shard, passed, upto, divided))
     # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
     young, ahead = _uuid_at(scope.before.timestamp()), _uuid_at(scope.now.timestamp() + _CLOCKS_DIFFER)
     return [*found, Stretch(last=young), Stretch(first=max(young, ahead))]
@@ -162,6 +165,7 @@ def _log_page(connection: Connection, scope: Scope, stretch: Stretch, after: Pos
         "shard": stretch.shard,
         "after": after[0] if after else 0,
         "passed": stretch.passed,
+        "divided": stretch.divided,
         "before": scope.before,
         "limit": limit,
     }
@@ -177,7 +181,7 @@ def _keys(rows: Sequence[Any]) -> list[RowKey]:
 
 
 def _passed(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> tuple[str | None, tuple[int, int]]:
-    """The last batch of a lane that was settled before the moment that counts."""
+    """The last batch of a lane, detours apart, that was settled before the moment that counts."""
     passed, upto, after = None, (0, 0), (-1, -1)
     while True:
         asked = {**lane, "high": after[0], "batch": after[1], "before": scope.before, "limit": _SCANNED}
@@ -335,15 +339,24 @@ _JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND 
 _SETTLED = text(
     """
     SELECT j.high, j.batch, j.cursor, j.settled_at < :before AS old FROM pillarbox_journal j
-    WHERE j.route = :route AND j.shard = :shard
+    WHERE j.route = :route AND j.shard = :shard AND j.detour IS NULL
       AND (j.high, j.batch) > (CAST(:high AS bigint), CAST(:batch AS bigint))
     ORDER BY j.high, j.batch LIMIT :limit
     """
 )
+_DIVIDED = text(
+    "SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard AND j.detour IS NOT NULL LIMIT 1"
+)
 _LOG_PAGE = text(
     f"""
     SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
-           AND (CAST(:passed AS text) IS NULL OR pillarbox_covered(CAST(:passed AS text), o.id, o.xid)) AS may_go
+           AND (CAST(:passed AS text) IS NULL OR pillarbox_covered(CAST(:passed AS text), o.id, o.xid))
+           AND (o.tenant IS NULL OR NOT CAST(:divided AS boolean) OR coalesce((
+               SELECT j.settled_at < :before FROM pillarbox_journal j
+               WHERE j.route = o.route AND j.shard = o.shard AND j.high >= o.id
+                 AND pillarbox_covered(j.cursor, o.id, o.xid) AND {TELLS_ABOUT}
+               ORDER BY j.high, j.batch LIMIT 1
+           ), true)) AS may_go
     FROM pillarbox_lanes l CROSS JOIN LATERAL (
         SELECT o.* FROM pillarbox_outbox o
         WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > :after

@@ -65,6 +65,10 @@ def connection_info(url: URL, name: str) -> str:
     return make_conninfo(
         **{
             "connect_timeout": 10,
+            # To make a slot may take as long as the longest transaction: only the network can say that nobody is there.
+            "keepalives_idle": int(SILENT_SECONDS),
+            "keepalives_interval": int(SILENT_SECONDS),
+            "keepalives_count": 3,
             **options,
             "application_name": f"pillarbox stream of {name}"[:63],
             "replication": "database",

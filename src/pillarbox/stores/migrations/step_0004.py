@@ -6,7 +6,6 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 
 from ..columns import LongText
-from ..log_sql import TELLS_ABOUT
 from . import step_0003
 
 
@@ -52,6 +51,10 @@ def _unsent() -> str:
     return view.replace(step_0003.AHEAD, ahead) + _DETOURS
 
 
+# Whether an entry of the journal is about this tenant's rows.
+_TELLS_ABOUT = (
+    "CASE WHEN j.detour IS NULL THEN o.tenant IS NULL OR o.tenant <> ALL (j.passed_over) ELSE j.detour = o.tenant END"
+)
 _IS_DETOUR = "IS NOT DISTINCT FROM CASE WHEN CAST(l.detours AS jsonb) ->> o.tenant IS NOT NULL THEN o.tenant END"
 
 
@@ -66,7 +69,7 @@ def _view() -> str:
             "o.status = 'PENDING' AND NOT c.covered",
             f"o.status = 'PENDING' AND NOT c.covered AND c.announced -> 'details' ->> 'detour' {_IS_DETOUR}",
         ),
-        ("j.shard = o.shard AND j.high >= o.id", f"j.shard = o.shard AND j.high >= o.id AND {TELLS_ABOUT}"),
+        ("j.shard = o.shard AND j.high >= o.id", f"j.shard = o.shard AND j.high >= o.id AND {_TELLS_ABOUT}"),
     ):
         if old not in view:
             raise AssertionError(old)
