@@ -84,6 +84,7 @@ _NAMES = (
     *("write_ratio", "write_to_hand_ratio", "drain_ratio", "cpu_us_per_event", "wal_bytes_per_event"),
     *("latency_ms", "latency_2000_ms", "old_snapshot_ratio", "kept_rows_ratio", "kept_rows_unanalyzed_ratio"),
     *("deep_backlog_ratio", "hot_key_ratio", "relays_ratio", "late_1m_rss_mb", "fairness_ratio"),
+    "fairness_first_s",
     *("cdc_ratio", "cdc_live_ratio", "cdc_hits", "signals_ratio", "import_ms", "import_box_ms"),
 )
 
