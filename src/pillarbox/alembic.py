@@ -16,8 +16,8 @@ from typing import Any
 from alembic.autogenerate import comparators
 from alembic.operations.ops import DropTableOp, ModifyTableOps
 from alembic.util import DispatchPriority
-from sqlalchemy import BigInteger
 from sqlalchemy.dialects.postgresql.base import ischema_names
+from sqlalchemy.types import UserDefinedType
 
 from .errors import ConfigurationError
 from .stores.migrations import STEPS, run_step
@@ -31,8 +31,15 @@ def upgrade(op: Any, *, to: int) -> None:
         run_step(op, number)
 
 
+class _TransactionNumber(UserDefinedType[int]):
+    cache_ok = True
+
+    def get_col_spec(self, **_kw: Any) -> str:
+        return "xid8"
+
+
 # Whoever compares reads our tables, too, and SQLAlchemy would warn of a type that it does not know.
-ischema_names.setdefault("xid8", BigInteger)
+ischema_names.setdefault("xid8", _TransactionNumber)
 
 
 @comparators.dispatch_for("schema", priority=DispatchPriority.LAST)

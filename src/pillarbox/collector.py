@@ -225,7 +225,7 @@ class Collector:
                     self._prepare_row(aggregate)
             flush_orm()
             if self._touched.keys() <= prepared.keys() and not self._unhandled():
-                with self.session.no_autoflush if prepared else nullcontext():
+                with self.session.no_autoflush:  # codecs and routes may ask for something, too
                     self._write()
                 return
         raise SessionError(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection
 
 from pillarbox.outbox import Batch, Lane
-from pillarbox.stores import log, log_sql, retention
+from pillarbox.stores import days, log, log_sql, retention
 from pillarbox.stores.convert import Conversion, Store
+from pillarbox.stores.days import Fate
 from pillarbox.stores.operations import Author
+from pillarbox.stores.partitions import Part
 from tests.copies import ROUTE, SHARD, Outbox, outbox
 from tests.servers import Database
 
@@ -69,10 +72,10 @@ async def test_people_see_when_a_detour_has_sent_a_row(here: Outbox) -> None:
 
 async def test_h62_what_a_detour_has_not_come_to_is_not_pruned(here: Outbox) -> None:
     lane = await behind(here)
-    assert await pruned(here) == 5
+    assert await pruned(here) == (5, 3)
     assert await here.states() == {"a2": "PENDING", "a3": "PENDING"}
     await sent(here, lane, "loud")
-    assert await pruned(here) == 2
+    assert await pruned(here) == (2, 1)
 
 
 async def test_h62_how_old_a_row_is_tells_the_detour_that_has_sent_it(here: Outbox) -> None:
@@ -81,19 +84,55 @@ async def test_h62_how_old_a_row_is_tells_the_detour_that_has_sent_it(here: Outb
     await here.do("UPDATE pillarbox_outbox SET created_at = created_at - interval '2 hours'")
     await here.do("UPDATE pillarbox_journal SET settled_at = settled_at - interval '2 hours'")
     await sent(here, lane, "loud")
-    assert await pruned(here, older_than=3600) == 5
+
+    def judged(connection: Connection) -> Fate:
+        """As if the whole table were a day."""
+        scope = retention.scope(connection, older_than=3600)
+        table = Part("pillarbox_outbox", UUID(int=0), UUID(int=2**128 - 1))
+        return days._fate(connection, table, scope, retention.stretches(connection, scope))
+
+    async with here.engine.begin() as connection:
+        assert (await connection.run_sync(judged)).stay == 2
+    assert await pruned(here, older_than=3600) == (5, 3)
     assert {*await here.states()} == {"a2", "a3"}
     await here.do("UPDATE pillarbox_journal SET settled_at = settled_at - interval '2 hours'")
-    assert await pruned(here, older_than=3600) == 2
+    assert await pruned(here, older_than=3600) == (2, 1)
+    assert await here.ask("SELECT count(*) FROM pillarbox_journal") == [(0,)]
 
 
-async def pruned(here: Outbox, older_than: float = 0.0) -> int:
-    def prune(connection: Connection) -> int:
+async def test_a_lane_in_which_everybody_has_a_detour_is_pruned(here: Outbox) -> None:
+    """It passes over everything, and nothing in the journal is its own."""
+    lane = await here.store.part(await here.take(), ["loud"])
+    for number in range(5):
+        await here.write(f"a{number} b{number}", tenant="loud")
+        lane = await sent(here, await sent(here, lane), "loud")
+        if number == 2:
+            await here.do("UPDATE pillarbox_outbox SET created_at = created_at - interval '2 hours'")
+            await here.do("UPDATE pillarbox_journal SET settled_at = settled_at - interval '2 hours'")
+    assert await pruned(here, older_than=3600) == (6, 3)
+    assert {*await here.states()} == {"a3", "b3", "a4", "b4"}
+    assert await pruned(here) == (4, 2)
+
+
+async def test_a_tenant_that_waits_keeps_no_line_of_the_journal(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_REMEMBERED", 3)
+    lane = await here.store.part(await here.take(), ["paused"])
+    await here.write("p1 p2 p3 p4 p5", tenant="paused")
+    for number in range(6):
+        await here.write(f"b{number}")
+        lane = await sent(here, lane)
+    assert await pruned(here) == (6, 6)
+
+
+async def pruned(here: Outbox, older_than: float = 0.0) -> tuple[int, int]:
+    """How many rows have gone, and how many lines of the journal."""
+
+    def prune(connection: Connection) -> tuple[int, int]:
         scope, gone = retention.scope(connection, older_than=older_than), 0
-        for place in retention.stretches(connection, scope):
-            after = retention.page(connection, scope, place, (), 100)
-            gone += retention.remove(connection, after.keys)
-        return gone
+        places = retention.stretches(connection, scope)
+        for place in places:
+            gone += retention.remove(connection, retention.page(connection, scope, place, (), 100).keys)
+        return gone, sum(retention.clear_journal(connection, place, (), 100)[0] for place in places)
 
     async with here.engine.begin() as connection:
         return await connection.run_sync(prune)

@@ -160,6 +160,24 @@ async def test_what_fails_at_once_is_an_error_of_sqlalchemy_and_costs_the_connec
         await keeping.fetch(DirectStatement(text("SELECT * FROM pillarbox_lanes")), {})
 
 
+async def test_transactions_do_not_wait_for_connections_that_others_are_to_get(
+    fresh_database: FreshDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "HUNG_SECONDS", 3.0)
+    engine = create_async_engine(fresh_database("embedded").url(), pool_size=turns.AT_A_TIME, max_overflow=0)
+    store = QueueStore(engine)
+    store.keep()
+    slow = DirectStatement(text("SELECT pg_sleep(0.2)"))
+    working = [asyncio.ensure_future(store.each_alone(slow.fetch, {})) for _ in range(turns.AT_A_TIME)]
+    await asyncio.sleep(0)
+    working += [asyncio.ensure_future(store.all_or_nothing(PID.fetch, {})) for _ in range(turns.AT_A_TIME)]
+    await asyncio.sleep(0)
+    working += [asyncio.ensure_future(store.fetch(PID, {})) for _ in range(turns.AT_A_TIME)]
+    assert len(await asyncio.gather(*working)) == len(working)
+    await store.let_go()
+    await engine.dispose()
+
+
 async def test_what_hangs_or_is_cancelled_leaves_no_connection_behind(
     keeping: QueueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,6 +384,22 @@ class TestCollection:
                     uow.publish(OrderNoted(note="nobody wants it"), key="k")
         assert caplog.text.count("matches no route") == 1
 
+    async def test_what_looks_something_up_while_events_are_written_flushes_nothing(
+        self, sqlite_database: Database
+    ) -> None:
+        using: list[Session] = []
+
+        def key(_event: object) -> str:
+            return f"{using[0].scalars(select(func.count()).select_from(Line)).one()} lines"
+
+        route = Route("tests.order.*", to="broker", topic="tests.order.events", key=key)
+        async with Pillarbox(sqlite_database.url(), transports={"broker": MemoryTransport()}, routes=[route]) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                using.append(uow.session.sync_session)
+                uow.publish(OrderNoted(note="which key?"), key="k")
+            assert await written(box.engine, "key") == [("0 lines",)]
+
     async def test_plain_aggregates_are_asked_for_their_events(self, one_box: Pillarbox) -> None:
         class Basket(Aggregate):
             id = "basket-1"

@@ -19,7 +19,7 @@ from datetime import timedelta
 from sqlalchemy import Connection, text
 
 from .partitions import Layout, Part, layout, moment, waits_briefly
-from .retention import BEHIND, Scope, Stretch, alone, guard
+from .retention import BEHIND, OLD, Scope, Stretch, alone, by_journal, guard
 
 _GRACE = timedelta(days=1)
 
@@ -86,12 +86,13 @@ def _is_late(part: Part, scope: Scope) -> bool:
 
 
 def _fate(connection: Connection, part: Part, scope: Scope, places: Sequence[Stretch]) -> Fate:
-    lanes = {(place.route, place.shard): place.passed for place in places if place.route is not None}
+    lanes = {(place.route, place.shard): by_journal(place.old) for place in places if place.route is not None}
     asked = {
         "before": scope.before,
         "routes": [route for route, _ in lanes],
         "shards": [shard for _, shard in lanes],
-        "passed": [*lanes.values()],
+        "passed": [it["passed"] for it in lanes.values()],
+        "told": [it["told"] for it in lanes.values()],
     }
     connection.execute(_BY_SCAN)
     rows, stay = connection.execute(text(_COUNT.format(part.name)), asked).one()
@@ -103,12 +104,12 @@ _COUNT = f"""
     SELECT count(*), count(*) FILTER (WHERE (
         o.created_at < :before AND (
             o.status = 'SENT' AND coalesce(o.sent_at, o.created_at) < :before OR o.status = 'DISCARDED'
-            OR {BEHIND} AND p.route IS NOT NULL AND (p.passed IS NULL OR pillarbox_covered(p.passed, o.id, o.xid))
+            OR {BEHIND} AND p.route IS NOT NULL AND {OLD.format(told="p.told", passed="p.passed")}
         )
     ) IS NOT TRUE)
     FROM {{}} o LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
-    LEFT JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[]), CAST(:passed AS text[]))
-        AS p(route, shard, passed) ON p.route = o.route AND p.shard = o.shard
+    LEFT JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[]), CAST(:passed AS text[]),
+                     CAST(:told AS text[])) AS p(route, shard, passed, told) ON p.route = o.route AND p.shard = o.shard
 """  # noqa: S608  constants
 """Every row of a day, and those that may not go: as `retention.page` has it, for all lanes at once."""
 _RECORDS = """

@@ -130,7 +130,7 @@ class LogStore(QueueStore):
         if lane.cursor is None:
             return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
         room = _Room(limit, max_bytes, self._rows)
-        if self._rows.at_a_glance and not (lane.waiting or lane.detours or paused):
+        if self._rows.at_a_glance and not (lane.waiting or lane.detours or paused or detour):
             found, late = await self._glance(lane, room)
             if found is not None and not found.asked:
                 return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)

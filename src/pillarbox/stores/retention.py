@@ -27,6 +27,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select, text, tuple_, update
 
+from ..cursor import Cursor
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
 from .columns import from_now
@@ -63,17 +64,30 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class Old:
+    """How far a lane had come at the moment that counts."""
+
+    before: datetime
+    passed: str
+    """The cursor of its last batch before that."""
+    told: Mapping[str, str | None]
+    """The same for tenants with detours in the journal: they were sent later than the lane has passed them over."""
+
+    @property
+    def reach(self) -> int:
+        """No row behind this one is old enough."""
+        cursors = [self.passed, *(cursor for cursor in self.told.values() if cursor is not None)]
+        return max(int(cursor.partition(" ")[0]) for cursor in cursors)
+
+
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """A part of the outbox that is walked by one index: a lane of a log, or a range of the primary key."""
 
     route: int | None = None
     shard: int = 0
-    passed: str | None = None
-    """In a log: the cursor of the last batch that is old enough. Without one, and with a lane, the journal is empty."""
-    upto: tuple[int, int] = (0, 0)
-    """In a log: where that batch stands in the journal, its high and its number."""
-    divided: bool = False
-    """In a log: whether some of it went by detours. Those who did were sent later than the lane has passed them."""
+    old: Old | None = None
+    """In a log: what is old enough by the journal. Without it, and with a lane, the journal is empty."""
     # Of the ids of events.
     first: UUID = _FIRST
     last: UUID = _LAST
@@ -110,10 +124,10 @@ def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
     found = []
     for route, shard in connection.execute(_LOGS, {"route": scope.route}).all():
         lane = {"route": route, "shard": shard}
-        passed, upto = _passed(connection, scope, lane)
-        if passed is not None or connection.execute(_JOURNALED, lane).first() is None:
-            divided = connection.execute(_DIVIDED, lane).first() is not None
-            found.append(Stretch(route, shard, passed, upto, divided))
+        is_told = connection.execute(_JOURNALED, lane).first() is not None
+        old = _old(connection, scope, lane) if is_told else None
+        if old is None or old.reach:
+            found.append(Stretch(route, shard, old))
     # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
     young, ahead = _uuid_at(scope.before.timestamp()), _uuid_at(scope.now.timestamp() + _CLOCKS_DIFFER)
     return [*found, Stretch(last=young), Stretch(first=max(young, ahead))]
@@ -164,10 +178,9 @@ def _log_page(connection: Connection, scope: Scope, stretch: Stretch, after: Pos
         "route": stretch.route,
         "shard": stretch.shard,
         "after": after[0] if after else 0,
-        "passed": stretch.passed,
-        "divided": stretch.divided,
         "before": scope.before,
         "limit": limit,
+        **by_journal(stretch.old),
     }
     statement = _LOG_PAGE
     if (stretch.first, stretch.last) != (_FIRST, _LAST):
@@ -180,18 +193,29 @@ def _keys(rows: Sequence[Any]) -> list[RowKey]:
     return [RowKey(*row[:5]) for row in rows if row[5]]
 
 
-def _passed(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> tuple[str | None, tuple[int, int]]:
-    """The last batch of a lane, detours apart, that was settled before the moment that counts."""
-    passed, upto, after = None, (0, 0), (-1, -1)
+def by_journal(old: Old | None) -> dict[str, Any]:
+    """What `OLD` asks for, as parameters."""
+    if old is None:
+        return {"passed": None, "told": None, "reach": None}
+    return {"passed": old.passed, "told": json.dumps(dict(old.told)), "reach": old.reach}
+
+
+def _old(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> Old:
+    last: Any = None
     while True:
-        asked = {**lane, "high": after[0], "batch": after[1], "before": scope.before, "limit": _SCANNED}
-        rows = connection.execute(_SETTLED, asked).all()
+        at = {"high": -1, "batch": -1} if last is None else {"high": last.high, "batch": last.batch}
+        rows = connection.execute(_SETTLED, {**lane, **at, "before": scope.before, "limit": _SCANNED}).all()
         old = [row for row in rows if row.old]
-        if old:
-            passed, upto = old[-1].cursor, (old[-1].high, old[-1].batch)
+        last = old[-1] if old else last
         if len(old) < _SCANNED:
-            return passed, upto
-        after = upto
+            break
+    told = dict[str, str | None]()
+    for tenant, cursor, batch in connection.execute(_BY_DETOUR, {**lane, "before": scope.before}):
+        # What the lane has told about a tenant's rows, it has told before its detour began or after it had ended; so
+        # whichever came last has passed all that the other one had.
+        ours = last is not None and tenant not in last.passed_over and last.batch > (batch or 0)
+        told[tenant] = last.cursor if ours else cursor
+    return Old(scope.before, str(Cursor()) if last is None else last.cursor, told)
 
 
 def _uuid_at(seconds: float) -> UUID:
@@ -252,11 +276,11 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
     """Look at the next lines of a lane's journal, at most ``limit``, and delete those that tell about no row any more:
     how many, and where it goes on. For lanes that have been walked to their end.
     """
-    if stretch.route is None or stretch.passed is None:
+    if stretch.route is None or stretch.old is None:
         return 0, None
     alone(connection)
-    high, batch = stretch.upto
-    lane = {"route": stretch.route, "shard": stretch.shard, "passed": stretch.passed, "high": high}
+    high = stretch.old.reach
+    lane = {"route": stretch.route, "shard": stretch.shard, "high": high}
     rows = connection.execute(_REMAINING, {**lane, "limit": _REMEMBERED + 1}).all()
     bound = high + 1
     if len(rows) > _REMEMBERED:
@@ -271,7 +295,7 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
         _CLEAR,
         {
             **lane,
-            "batch": batch,
+            "before": stretch.old.before,
             "bound": bound,
             "after_high": after[0] if after else -1,
             "after_batch": after[1] if after else -1,
@@ -338,29 +362,36 @@ _LOGS = text(
 _JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard LIMIT 1")
 _SETTLED = text(
     """
-    SELECT j.high, j.batch, j.cursor, j.settled_at < :before AS old FROM pillarbox_journal j
+    SELECT j.high, j.batch, j.cursor, j.passed_over, j.settled_at < :before AS old FROM pillarbox_journal j
     WHERE j.route = :route AND j.shard = :shard AND j.detour IS NULL
       AND (j.high, j.batch) > (CAST(:high AS bigint), CAST(:batch AS bigint))
     ORDER BY j.high, j.batch LIMIT :limit
     """
 )
-_DIVIDED = text(
-    "SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard AND j.detour IS NOT NULL LIMIT 1"
+_BY_DETOUR = text(
+    """
+    SELECT DISTINCT ON (j.detour) j.detour, CASE WHEN j.settled_at < :before THEN j.cursor END,
+           CASE WHEN j.settled_at < :before THEN j.batch END
+    FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard AND j.detour IS NOT NULL
+    ORDER BY j.detour, j.settled_at < :before DESC, j.batch DESC
+    """
 )
+OLD = """(CASE
+    WHEN jsonb_exists(CAST({told} AS jsonb), o.tenant)
+    THEN coalesce(pillarbox_covered(CAST({told} AS jsonb) ->> o.tenant, o.id, o.xid), false)
+    ELSE {passed} IS NULL OR pillarbox_covered({passed}, o.id, o.xid)
+END)"""
+"""Whether the journal says that a row was dealt with before the moment that counts; an empty one says nothing against
+it."""
+_OLD = OLD.format(told="CAST(:told AS text)", passed="CAST(:passed AS text)")
 _LOG_PAGE = text(
     f"""
     SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
-           AND (CAST(:passed AS text) IS NULL OR pillarbox_covered(CAST(:passed AS text), o.id, o.xid))
-           AND (o.tenant IS NULL OR NOT CAST(:divided AS boolean) OR coalesce((
-               SELECT j.settled_at < :before FROM pillarbox_journal j
-               WHERE j.route = o.route AND j.shard = o.shard AND j.high >= o.id
-                 AND pillarbox_covered(j.cursor, o.id, o.xid) AND {TELLS_ABOUT}
-               ORDER BY j.high, j.batch LIMIT 1
-           ), true)) AS may_go
+           AND {_OLD} AS may_go
     FROM pillarbox_lanes l CROSS JOIN LATERAL (
         SELECT o.* FROM pillarbox_outbox o
         WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > :after
-          AND o.id <= least({_HIGH}, CAST(split_part(CAST(:passed AS text), ' ', 1) AS bigint))
+          AND o.id <= least({_HIGH}, CAST(:reach AS bigint))
         ORDER BY o.id LIMIT :limit
     ) o
     WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id
@@ -397,17 +428,19 @@ _REMOVE = text(
 """By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end, is
 never updated."""
 
-# What remains of what a batch had passed: failures, mostly.
+# What remains of what cursors have passed: failures, mostly.
 _REMAINING = text(
-    """
+    f"""
     SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
-    FROM unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status) CROSS JOIN LATERAL (
+    FROM pillarbox_lanes l
+    CROSS JOIN unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status) CROSS JOIN LATERAL (
         SELECT o.id, o.xid, o.tenant FROM pillarbox_outbox o
-        WHERE o.route = :route AND o.shard = :shard AND o.status = s.status AND o.status <> 'SENT' AND o.id <= :high
-          AND pillarbox_covered(CAST(:passed AS text), o.id, o.xid)
+        WHERE o.route = l.route AND o.shard = l.shard AND o.status = s.status AND o.status <> 'SENT' AND o.id <= :high
+          AND pillarbox_covered({_CURSOR}, o.id, o.xid)
         ORDER BY o.id LIMIT :limit
-    ) o ORDER BY o.id LIMIT :limit
-    """
+    ) o
+    WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id LIMIT :limit
+    """  # noqa: S608  constants
 )
 _NEEDED = text(
     f"""
@@ -431,7 +464,7 @@ _CLEAR = text(
         SELECT j.high, j.batch FROM pillarbox_journal j
         WHERE j.route = :route AND j.shard = :shard
           AND (j.high, j.batch) > (CAST(:after_high AS bigint), CAST(:after_batch AS bigint))
-          AND (j.high, j.batch) <= (CAST(:high AS bigint), CAST(:batch AS bigint)) AND j.high < :bound
+          AND j.high < :bound AND j.settled_at < :before
         ORDER BY j.high, j.batch LIMIT :limit
     ), gone AS (
         DELETE FROM pillarbox_journal j USING page
@@ -442,8 +475,8 @@ _CLEAR = text(
           )
         RETURNING 1
     )
-    SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM page), high, batch
-    FROM (SELECT max(page.high) AS high, max(page.batch) AS batch FROM page) last
+    SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM page), last.high, last.batch
+    FROM (SELECT) AS once LEFT JOIN (SELECT * FROM page ORDER BY high DESC, batch DESC LIMIT 1) AS last ON true
     """
 )
 _GUARDS = text(

@@ -69,8 +69,9 @@ class DirectStatement:
         """The same without a greenlet, on a connection that `takes_at_once`. It may take so many seconds.
         Whatever the error, the connection is closed then.
         """
-        text, given = self._with(parameters, connection.dialect)
+        text, given = "", None
         try:
+            text, given = self._with(parameters, connection.dialect)
             return await _fetched_by_asyncpg(connection.connection, text, given, seconds)
         except BaseException as error:
             failure = await greenlet_spawn(_given_up, connection, text, given, error)
@@ -106,7 +107,7 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
     cursor: Any = None
     try:
         if dialect.driver == "asyncpg" and _needs_no_cursor(pooled):
-            return await_only(_fetched_by_asyncpg(pooled, text, given))
+            return await_only(_one_at_a_time(pooled, text, given))
         cursor = pooled.cursor()
         cursor.execute(text, given)
         found = None if result is None else result(cursor)
@@ -140,9 +141,11 @@ def _failure(connection: Connection, text: str, given: Any, error: BaseException
 
 
 def _given_up(connection: Connection, text: str, given: Any, error: BaseException) -> BaseException:
-    failure = _failure(connection, text, given, error)
-    connection.invalidate()
-    connection.close()
+    try:
+        failure = _failure(connection, text, given, error)
+        connection.invalidate()
+    finally:
+        connection.close()
     return failure
 
 
@@ -153,6 +156,12 @@ def _needs_no_cursor(pooled: Any) -> bool:
     adapter = pooled.dbapi_connection
     begun = adapter.autocommit or pooled.driver_connection.is_in_transaction()
     return begun and adapter._prepared_statement_name_func is adapter._default_name_func
+
+
+async def _one_at_a_time(pooled: Any, text: str, given: Any) -> Sequence[Any]:
+    """Whoever shares the connection waits, as everybody does who goes by a cursor."""
+    async with pooled.dbapi_connection._execute_mutex:
+        return await _fetched_by_asyncpg(pooled, text, given)
 
 
 async def _fetched_by_asyncpg(pooled: Any, text: str, given: Any, seconds: float | None = None) -> Sequence[Any]:

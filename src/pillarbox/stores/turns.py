@@ -86,7 +86,7 @@ class Turns:
 
     async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
-        return await self._run(self._turns, self._engine.sync_engine.begin, work, *arguments)
+        return await self._run(self._turns, self._begun, work, *arguments)
 
     async def ask_apart(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """A question that does not wait behind the lanes."""
@@ -133,8 +133,18 @@ class Turns:
         except BaseException:
             connection.close()
             raise
-        self._spare.append((connection, clock.current().monotonic()))
+        if connection.invalidated:
+            connection.close()
+        else:
+            self._spare.append((connection, clock.current().monotonic()))
         self._close_surplus(self._waiting - 1)  # we are still among them
+
+    @contextmanager
+    def _begun(self) -> Iterator[Connection]:
+        while len(self._spare) > self._kept:  # a small pool may have nothing left but these
+            self._spare.popleft()[0].close()
+        with self._engine.sync_engine.begin() as connection:
+            yield connection
 
     def _at_hand(self) -> Connection | None:
         """A connection that can be used without waiting for anything."""
