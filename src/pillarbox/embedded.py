@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
+from sqlalchemy import URL
+
 from .errors import EmbeddedServerError, MissingExtraError
 
 if sys.platform != "win32":
@@ -89,8 +91,12 @@ class EmbeddedPostgres:
         """The database's URL for a driver of SQLAlchemy or, without one, for libpq."""
         if self._host is None:
             raise EmbeddedServerError(f"the embedded PostgreSQL in {self.folder} is not started: call start() first")
-        scheme = f"postgresql+{driver}" if driver else "postgresql"
-        return f"{scheme}://{_USER}@/{quote(self.database, safe='')}?host={quote(str(self._host))}&port={_PORT}"
+        if driver is None:
+            return f"postgresql://{_USER}@/{quote(self.database, safe='')}?host={quote(str(self._host))}&port={_PORT}"
+        # Whether the name of a database is quoted in a URL depends on the version of SQLAlchemy.
+        there = {"host": str(self._host), "port": str(_PORT)}
+        url = URL.create(f"postgresql+{driver}", username=_USER, database=self.database, query=there)
+        return url.render_as_string(hide_password=False)
 
     def start(self) -> None:
         """Start the server or join it, and create the database if it is missing."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import socket
@@ -87,8 +88,15 @@ class Pacing:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            if not getattr(self, option.name) > 0:
-                raise ConfigurationError(f"relay: {option.name} must be above 0, got {getattr(self, option.name)!r}")
+            given, most = getattr(self, option.name), _MOST.get(option.name, math.inf)
+            whole = isinstance(option.default, int)
+            if isinstance(given, bool) or not isinstance(given, int if whole else int | float) or not 0 < given <= most:
+                what = "a whole number" if whole else "a number"
+                bounds = "above 0" if most == math.inf else f"above 0 and up to {most:,}"
+                raise ConfigurationError(f"relay: {option.name} must be {what} {bounds}, got {given!r}")
+
+
+_MOST = {"lease": 3600, "batch": 10_000, "grace": 3600, "look": 3600, "linger": 3600}
 
 
 class Relay:

@@ -134,6 +134,7 @@ class TestRedrive:
             (["--status", "PENDING", "--all"], "'PENDING' is not one of 'FAILED', 'RETRYING'"),
             (["--older-than", "7"], "'7' is no duration: write '90s'"),
             (["--all", "--rate", "0"], "0"),
+            (["--all", "--rate", "nan"], "'nan' is not a finite number"),
             (["--key", "\udcff"], "not valid UTF-8"),
             (["--all", "--reason", "\udcff"], "not valid UTF-8"),
             (["--all", "--by", ""], "a name has 1 to 200 characters"),
@@ -337,6 +338,7 @@ class TestLanes:
             (["pause", BROKER, "--tenant", "acme"], "Name either a route or lane, or a --tenant", Exit.USAGE),
             (["rate", BROKER], "Say either --per-second or --none", Exit.USAGE),
             (["rate", BROKER, "--per-second", "1", "--none"], "Say either --per-second or --none", Exit.USAGE),
+            (["rate", "--tenant", "acme", "--per-second", "inf"], "'inf' is not a finite number", Exit.USAGE),
             (["release"], "Missing argument 'ROUTE/SHARD'", Exit.USAGE),
             (["pause", "nothing"], "there is no route or lane 'nothing': see `pillarbox lanes list`", Exit.PROBLEM),
             (["pause", f"{BROKER}/99"], f"route '{BROKER}' has no lane 99", Exit.PROBLEM),
@@ -481,6 +483,11 @@ class TestDoctor:
         pauses = [each for each in report["checks"] if each["name"] == "pauses"]
         assert [each["found"] for each in pauses] == [f"1 lane of route '{BROKER}' paused", "tenant 'acme' paused"]
         assert checks(report)["backlog"]["state"] == "warning"
+        pillarbox("lanes", "resume", "--tenant", "acme")
+        pillarbox("lanes", "rate", "--tenant", "acme", "--per-second", "2.5")
+        pillarbox("lanes", "resume", BROKER)
+        held, _ = [each for each in pillarbox.json("doctor")["checks"] if each["name"] == "pauses"]
+        assert (held["state"], held["found"]) == ("ok", "tenant 'acme' held to 2.5 per second in each lane")
 
     @on_sqlite
     @pytest.mark.usefixtures("migrated")

@@ -47,6 +47,8 @@ def copy(fresh_database: FreshDatabase, pillarbox: CommandLine) -> Database:
 
 def test_a_dry_run_then_the_real_one(pillarbox: CommandLine, copy: Database) -> None:
     command = ("outbox", "rebase", *WHY)
+    (origin,) = [it for it in pillarbox.json("doctor", code=Exit.PROBLEM)["checks"] if it["name"] == "origin"]
+    assert (origin["state"], origin["remedy"]) == ("problem", "`pillarbox outbox rebase`")
     dry = pillarbox.json(*command, "--dry-run")
     counts = {"lanes": 16, "batches": 1, "late": 2, "fresh": 1, "failed": 0}
     assert dry == {**counts, "install_id": None, "audit": None, "dry_run": True}

@@ -554,6 +554,24 @@ def test_a_port_that_is_in_use(sqlite: Town) -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in sqlite.complaint("shop:box", "--http", port, code=Exit.USAGE)
 
 
+@pytest.mark.parametrize("mode", [(), ("--drain",)])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1/x", "nowhere.invalid/x", "/x?host=/nowhere"], ids=["port", "host", "socket"]
+)
+def test_a_database_that_is_away(town: Town, address: str, mode: tuple[str, ...]) -> None:
+    town.environment["SHOP_DATABASE"] = f"postgresql+asyncpg://postgres@{address}"
+    said = town.complaint("shop:box", *mode, code=Exit.UNREACHABLE)
+    assert said.startswith("error: cannot reach postgresql+asyncpg://postgres@")
+    assert said.endswith("see that the server runs and that the URL of shop:box is right")
+
+
+def test_a_name_that_another_relay_has(postgres: Town) -> None:
+    postgres.start("shop:box", "--name", "twin")
+    postgres.until_held(twin=16)
+    done = postgres.run("shop:box", "--name", "twin", "--drain")
+    assert "a relay called twin was there a moment ago" in done.stderr
+
+
 def test_a_database_that_is_not_migrated(town: Town, postgres_database: Database) -> None:
     town.environment["SHOP_DATABASE"] = postgres_database.url()
     assert "pillarbox migrate" in town.complaint("shop:box", code=Exit.NOT_MIGRATED)

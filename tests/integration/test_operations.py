@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -320,6 +321,11 @@ class TestLanes:
         census = await yard.store.census()
         assert sorted(census.lane_rates.values()) == [2.5] * 15 + [5.0]
         assert (await yard.do(Handle.RATE, Lanes(ROUTE), None))[0] == 16
+        assert (await yard.store.census()).lane_rates == {}
+        for strange in (math.inf, math.nan, 0.0, -1.0):
+            with pytest.raises(StoreError, match="a rate is a number above 0"):
+                await yard.do(Handle.RATE, Lanes(ROUTE), strange)
+        await yard.lane(rate=-1.0)  # somebody else has written it
         assert (await yard.store.census()).lane_rates == {}
         assert [entry.details["rate"] for entry in await yard.trail()] == [None, 5.0, 2.5]
 

@@ -529,7 +529,7 @@ class TestDamage:
         lines = path.read_bytes().splitlines(keepends=True)
         assert len(lines) == 5
         for damaged, said in (
-            (lines[:-1], "is damaged"),
+            (lines[:-1], "its end is missing"),
             ([*lines[:2], *lines[3:]], "3 deliveries with another checksum than the 2 in it"),
             ([*lines[:2], lines[2].replace(b"SENT", b"sent"), *lines[3:]], "is damaged"),
             ([*lines[:2], lines[2].replace(b'"acme"', b'"acne"'), *lines[3:]], "another checksum"),

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection
 from string import ascii_lowercase
@@ -636,9 +637,15 @@ class TestTrouble:
         assert not any(word in said for word in ("secretkey", "acme", "swordfish"))
 
     def test_settings_that_cannot_work_are_refused(self) -> None:
-        for option in ("lease", "batch", "window_bytes", "look", "grace"):
-            with pytest.raises(ConfigurationError, match=f"{option} must be above 0, got 0"):
-                Pacing(**{option: 0})
+        for option, given, what in (
+            *((option, 0, "above 0") for option in ("lease", "batch", "window_bytes", "look", "grace")),
+            *((option, math.nan, "a number above 0") for option in ("lease", "grace")),
+            *((option, math.inf, "up to 3,600") for option in ("lease", "grace")),
+            *((option, 1.5, "a whole number") for option in ("batch", "window_bytes")),
+            *(("batch", 10_001, "up to 10,000"), ("batch", True, "a whole number"), ("lease", "5", "a number")),
+        ):
+            with pytest.raises(ConfigurationError, match=f"{option} must be .*{what}.*, got {given!r}"):
+                Pacing(**{option: given})  # type: ignore[arg-type]
 
     @in_virtual_time
     async def test_an_idle_relay_asks_seldom(self) -> None:

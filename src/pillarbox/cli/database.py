@@ -92,20 +92,27 @@ async def opened(
             )
         engine = _engine(url)
         stack.push_async_callback(engine.dispose)
-        where = masked(url)
-        try:
-            if file is not None:
-                # First without the async driver, whose thread writes a traceback of its own if it cannot open the file.
-                sqlite3.connect(file).close()
-            async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
-                pass
-        except Exception as error:  # drivers have errors of their own for what goes wrong before the first statement
-            remedy = f"see that the server runs and that database_url (from {source}) is right"
-            raise CommandError(f"cannot reach {where}: {reason(error)}; {remedy}", Exit.UNREACHABLE) from error
-        try:
+        async with reached(engine, f"database_url (from {source})"):
             yield engine
-        except (DBAPIError, OSError) as error:
-            raise CommandError(f"{where} did not do as it was told: {reason(error)}", Exit.UNREACHABLE) from error
+
+
+@asynccontextmanager
+async def reached(engine: AsyncEngine, address: str) -> AsyncIterator[None]:
+    """The database has answered; what it says later is told in one line. ``address`` is where its URL stands."""
+    where, file = masked(engine.url), _sqlite_file(engine.url)
+    try:
+        if file is not None:
+            # First without the async driver, whose thread writes a traceback of its own if it cannot open the file.
+            sqlite3.connect(file).close()
+        async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
+            pass
+    except Exception as error:  # drivers have errors of their own for what goes wrong before the first statement
+        remedy = f"see that the server runs and that {address} is right"
+        raise CommandError(f"cannot reach {where}: {reason(error)}; {remedy}", Exit.UNREACHABLE) from error
+    try:
+        yield
+    except (DBAPIError, OSError) as error:
+        raise CommandError(f"{where} did not do as it was told: {reason(error)}", Exit.UNREACHABLE) from error
 
 
 def reason(error: BaseException) -> str:

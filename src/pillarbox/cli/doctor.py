@@ -93,6 +93,7 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
         yield Check("schema", State.PROBLEM, str(error))
         return
     yield Check("schema", State.OK, f"version {schema_version(connection)}")
+    yield from _original(connection)
     yield from _shards(connection, settings)
     yield from _ids(connection)
     relays, lanes = inspection.live_relays(connection), inspection.lane_states(connection)
@@ -103,6 +104,12 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _backlog(groups)
     yield from _failures(groups)
     yield from _slots(connection)
+
+
+def _original(connection: Connection) -> Iterator[Check]:
+    if inspection.is_copy(connection):
+        what = "this database is a copy, from a dump or by replication, and relays refuse it"
+        yield Check("origin", State.PROBLEM, what, "`pillarbox outbox rebase`")
 
 
 def _version(connection: Connection) -> Check:
@@ -179,7 +186,8 @@ def _lanes(connection: Connection, relays: list[RelayState], lanes: list[LaneSta
 
 def _unserved(connection: Connection, relays: list[RelayState]) -> Iterator[Check]:
     for route in inspection.unserved(connection):
-        what = f"{route.waiting:,} deliveries of route {route.route!r} wait in {route.lanes} lanes that nobody serves"
+        where = f"{number(route.lanes, 'lane')} that nobody serves"
+        what = f"{number(route.waiting, 'delivery')} of route {route.route!r} wait in {where}"
         serving = ", ".join(relay.name for relay in relays if route.route in relay.routes)
         remedy = f"they wait for a relay that serves {route.destination!r}"
         yield Check("lanes", State.WARNING, what, f"{remedy}: {serving} should take them" if serving else remedy)
@@ -211,13 +219,16 @@ def _troubled(lanes: list[LaneState]) -> Iterator[Check]:
 
 def _pauses(connection: Connection, lanes: list[LaneState]) -> Iterator[Check]:
     routes = Counter(lane.route for lane in lanes if lane.paused)
-    tenants = [each.tenant for each in inspection.tenant_states(connection) if each.paused]
+    states = inspection.tenant_states(connection)
+    tenants = [each.tenant for each in states if each.paused]
     for route, count in routes.items():
         what = f"{number(count, 'lane')} of route {route!r} paused"
         yield Check("pauses", State.WARNING, what, f"to let them go on: `pillarbox lanes resume {quote(route)}`")
     for tenant in tenants:
         remedy = f"to let it go on: `pillarbox lanes resume --tenant {quote(tenant)}`"
         yield Check("pauses", State.WARNING, f"tenant {tenant!r} paused", remedy)
+    for tenant, rate in ((each.tenant, each.rate) for each in states if each.rate is not None):
+        yield Check("pauses", State.OK, f"tenant {tenant!r} held to {rate:g} per second in each lane")
     if not routes and not tenants:
         yield Check("pauses", State.OK, "nothing is paused")
 

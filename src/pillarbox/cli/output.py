@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import re
 import socket
@@ -51,9 +52,13 @@ class Whole(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A number within bounds, by a name that people use."""
+    """A number within bounds, by a name that people use; infinity is none, and `nan` is within all bounds."""
 
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number.", param, ctx)
 
 
 def options(command: _Command) -> _Command:

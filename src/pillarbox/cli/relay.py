@@ -22,10 +22,11 @@ from ..errors import MissingExtraError
 from ..redaction import redacted
 from ..relay import Relay
 from ..settings import Settings
+from ..stores.inspection import live_relays
 from ..stores.schema import check_schema
 from ..stores.tables import meta
 from ..transports import connect
-from .database import load_settings, opened, run
+from .database import load_settings, opened, reached, run
 from .output import CommandError, Exit, emit, options
 
 logger = logging.getLogger("pillarbox")
@@ -104,6 +105,7 @@ def command(
     async def work() -> None:
         async with _opened(settings, box) as opened_box:
             await _check_shards(opened_box, shards)
+            await _check_name(opened_box, name)
             metrics = _observe(opened_box, settings, metrics=http is not None)
             relay = opened_box.relay(name=name, shards=shards, **options)
             if drain:
@@ -130,6 +132,8 @@ async def _opened(settings: Settings, reference: str | None) -> AsyncIterator[Pi
         else:
             box = _load(reference)
         await stack.enter_async_context(box)
+        if reference is not None:
+            await stack.enter_async_context(reached(box.engine, f"the URL of {reference}"))
         async with box.engine.connect() as connection:
             await connection.run_sync(check_schema)
         yield box
@@ -140,6 +144,14 @@ async def _check_shards(box: Pillarbox, shards: frozenset[int] | None) -> None:
         count = (await connection.execute(select(meta.c.shards))).scalar_one()
     if shards is not None and max(shards) >= count:
         raise CommandError(f"--shards: this database has the shards 0 to {count - 1}", Exit.USAGE)
+
+
+async def _check_name(box: Pillarbox, name: str | None) -> None:
+    """One that has died is known for a while: so this is no error."""
+    async with box.engine.connect() as connection:
+        alive = await connection.run_sync(live_relays)
+    if any(each.name == name for each in alive):
+        logger.warning("a relay called %s was there a moment ago: if it still is, only one of the two sends", name)
 
 
 def _load(reference: str) -> Pillarbox:

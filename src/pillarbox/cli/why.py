@@ -75,7 +75,8 @@ def explain(connection: Connection, event_id: UUID) -> list[Answer]:
 
 def _cause(connection: Connection, delivery: Details) -> Cause:
     if delivery.status is Status.SENT:
-        return Cause("sent", f"sent at {shown(delivery.sent_at)}, batch {delivery.batch}, number {delivery.number}")
+        numbered = "" if delivery.number is None else f", number {delivery.number}"
+        return Cause("sent", f"sent at {shown(delivery.sent_at)}, batch {delivery.batch}{numbered}")
     if delivery.status is Status.DISCARDED:
         runs = inspection.discarded_by(connection, delivery)
         return Cause("discarded", " or ".join(_did(it, "discarded") for it in runs) or "the trail does not say by whom")

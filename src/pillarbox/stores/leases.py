@@ -6,6 +6,7 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -148,8 +149,8 @@ def _census(connection: Connection) -> Census:
         lanes={row.id: row.open_lanes for row in known},
         paused=frozenset(LaneName(row.route, row.shard) for row in slowed if row.paused),
         paused_tenants=frozenset(row.tenant for row in held if row.paused),
-        lane_rates={LaneName(row.route, row.shard): row.rate for row in slowed if row.rate is not None},
-        tenant_rates={row.tenant: row.rate for row in held if row.rate is not None},
+        lane_rates={LaneName(row.route, row.shard): row.rate for row in slowed if _is_rate(row.rate)},
+        tenant_rates={row.tenant: row.rate for row in held if _is_rate(row.rate)},
         install=str(install),
         next_expiry=None if next_expiry is None else max(0.0, (next_expiry - now).total_seconds()),
     )
@@ -326,3 +327,8 @@ def _forget_the_dead(connection: Connection) -> None:
 
 def _listed(numbers: Collection[int] | None) -> str | None:
     return None if numbers is None else msgspec.json.encode(sorted(numbers)).decode()
+
+
+def _is_rate(rate: float | None) -> bool:
+    """Whether it can be kept to. No command of ours writes another one."""
+    return rate is not None and math.isfinite(rate) and rate > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -284,6 +285,8 @@ def affected(connection: Connection, change: Change) -> int:
 
 def apply(connection: Connection, change: Change, author: Author) -> tuple[int, int | None]:
     """Do it; how many lanes or tenants have changed, and the number of the row in the trail. No change, no row."""
+    if change.rate is not None and not (math.isfinite(change.rate) and change.rate > 0):
+        raise StoreError(f"a rate is a number above 0, got {change.rate}")
     _one_person_at_a_time(connection)
     changed = affected(connection, change)
     if not changed:

@@ -16,11 +16,13 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, Dialect, text
 
+from ...errors import StoreError
 from .. import tables
 from ..schema import schema_version
 from . import step_0001, step_0002, step_0003, step_0004
 
 LOCK_TIMEOUT_SECONDS = 5
+_TURN_SECONDS = 60
 # Any number will do, as long as all migrating processes use the same.
 _ADVISORY_LOCK = 0x70696C6C61726278
 
@@ -91,8 +93,12 @@ class _taking_turns:  # noqa: N801  used like a function
         if self._connection.dialect.name == "postgresql":
             self._connection.execute(text(f"SELECT pg_advisory_xact_lock({_ADVISORY_LOCK})"))
         elif self._connection.dialect.name in ("mysql", "mariadb"):
-            self._connection.execute(text("SELECT GET_LOCK('pillarbox_migrate', 60)"))
+            ours = self._connection.execute(text(f"SELECT GET_LOCK('pillarbox_migrate', {_TURN_SECONDS})")).scalar()
+            if ours != 1:
+                raise StoreError(f"somebody else has been migrating this database for {_TURN_SECONDS} seconds")
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, error: object, *_more: object) -> None:
         if self._connection.dialect.name in ("mysql", "mariadb"):
+            if error is None:  # tables are there for everybody at once; which step they belong to must be, too
+                self._connection.exec_driver_sql("COMMIT")
             self._connection.execute(text("SELECT RELEASE_LOCK('pillarbox_migrate')"))
