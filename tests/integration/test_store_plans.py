@@ -25,6 +25,7 @@ from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import meta, outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
+from tests.relays import soon
 
 _ANALYZE = {"postgresql": "ANALYZE pillarbox_outbox", "sqlite": "ANALYZE"}
 _EXPLAIN = {"postgresql": "EXPLAIN", "sqlite": "EXPLAIN QUERY PLAN"}
@@ -86,6 +87,45 @@ async def test_the_backlog_is_counted_without_reading_what_was_sent(engine: Asyn
             plan = [str(row[-1]) for row in found]
             assert not any(walk in line for line in plan for walk in _WALKS[engine.dialect.name]), "\n".join(plan)
             assert any("ix_pillarbox_outbox_lane" in line or "PRIMARY KEY" in line for line in plan), "\n".join(plan)
+
+
+async def test_h56_an_old_snapshot_makes_no_turn_of_a_log_longer(fresh_database: FreshDatabase) -> None:
+    """The dead versions of a lane's row stay. A turn neither walks over them nor makes an entry in an index, which
+    would; and whoever has a plan for a small table makes another one.
+    """
+    database = fresh_database("embedded")
+    engine, other = create_async_engine(database.url()), create_async_engine(database.url())
+    store = LogStore(engine)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(store.register, [ROUTE])
+    async with other.execution_options(isolation_level="REPEATABLE READ").connect() as reader:
+        await reader.execute(text("SELECT count(*) FROM pillarbox_lanes"))
+        lanes = await store.take("r", lease=30, wanted={ROUTE.id: 16})
+        with _recorded(engine, of="pillarbox_lanes") as statements:
+            for number in range(40):
+                async with engine.begin() as connection:
+                    rows = [delivery(f"k{shard}", shard=shard) for shard in range(16)]
+                    await connection.run_sync(store.append, rows)
+                for index, lane in enumerate(lanes):
+                    page = await store.poll(lane, limit=10)
+                    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+                    lanes[index] = await store.announce(lane, batch, settle=number > 0)
+        straight = [parameters for statement, parameters in statements if "ctid =" in statement]
+        assert len(straight) == 16 * 39
+        await engine.dispose()  # whoever goes tells what it has done
+
+        async def hot() -> bool:
+            told = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'pillarbox_lanes'"
+            async with other.connect() as watching:
+                updated, in_place = (await watching.execute(text(told))).one()
+            return bool(updated >= 16 * 40 and in_place > updated * 0.7)
+
+        await soon(hot)
+        statement, parameters = next(it for it in statements if "ctid =" in it[0])
+        found = await reader.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+        assert any("Tid Scan" in row[0] for row in found)
+    await other.dispose()
 
 
 @pytest.mark.parametrize("analyzed", ["never", "while it was empty", "now"])
@@ -188,14 +228,14 @@ async def _fill(engine: AsyncEngine, store: QueueStore) -> None:
 
 
 @contextmanager
-def _recorded(engine: AsyncEngine) -> Iterator[list[tuple[str, Any]]]:
-    """What the store asks about the outbox. Heard at the driver: not all of it goes through the engine."""
+def _recorded(engine: AsyncEngine, of: str = outbox.name) -> Iterator[list[tuple[str, Any]]]:
+    """What the store asks about a table. Heard at the driver: not all of it goes through the engine."""
     statements: list[tuple[str, Any]] = []
     cursor = _CURSORS[engine.dialect.name]
     execute = cursor.execute
 
     def heard(statement: str, parameters: Any) -> None:
-        if outbox.name in statement or unsent.name in statement:
+        if of in statement or unsent.name in statement:
             statements.append((statement, tuple(parameters)))
 
     def recording(self: Any, statement: str, parameters: Any = None) -> Any:

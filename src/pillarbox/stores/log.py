@@ -52,6 +52,8 @@ class LogStore(QueueStore):
         super().__init__(engine)
         self._warned = False
         self._rows = RowReader()
+        self._places: dict[LaneName, str] = {}
+        """Where we have left the rows of lanes, on the disk."""
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
@@ -226,8 +228,16 @@ class LogStore(QueueStore):
         }
         settling = (sql.SETTLE, sql.SETTLE_RELAXED)[relaxed]
         announcing = (sql.ANNOUNCE, sql.ANNOUNCE_RELAXED)[relaxed]
-        if not await self.fetch(announcing if lane.announced is None else settling, parameters):
+        step = announcing if lane.announced is None else settling
+        place = self._places.pop(lane.name, None)
+        found: Sequence[Any] = ()
+        if place is not None:
+            found = await self.fetch(step.at_place, {**parameters, "place": place})
+        if not found:  # somebody has changed it: we ourselves, who renew the lease, or one who owns it now
+            found = await self.fetch(step.by_key, parameters)
+        if not found:
             raise lease_lost(lane)
+        self._places[lane.name] = found[0][0]
 
 
 _FILTERED = (

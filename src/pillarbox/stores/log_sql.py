@@ -8,7 +8,9 @@ making a join of that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import text
 
@@ -364,13 +366,6 @@ _IS_OURS = """
     AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
     AND coalesce(CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) = CAST(:server AS text), true)"""
 STILL_OURS = DirectStatement(text(f"SELECT 1 FROM pillarbox_lanes WHERE {_IS_OURS}"))  # noqa: S608  constants
-_FENCE = f"""
-    UPDATE pillarbox_lanes
-    SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor, detours = :detours,
-        tries = 0
-    WHERE {_IS_OURS}
-    RETURNING {{}}
-"""  # noqa: S608  constants
 TELLS_ABOUT = """
     CASE WHEN j.detour IS NULL THEN o.tenant IS NULL OR o.tenant <> ALL (j.passed_over) ELSE j.detour = o.tenant END"""
 """Whether an entry of the journal is about this tenant's rows."""
@@ -383,19 +378,42 @@ _SETTLED = """CAST(:route AS bigint), CAST(:shard AS integer), CAST(:settled_hig
     CAST(:count AS integer), CAST(:detour AS text), CAST(:passed_over AS text[])"""
 # The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
 _RELAXED = "set_config('synchronous_commit', 'off', true)"
-ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
-ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format(_RELAXED)))
 
 
-def _settle(fence: str) -> DirectStatement:
-    return DirectStatement(
-        text(f"WITH fence AS ({fence}) {_ENTRY} SELECT {_SETTLED}, locked_by FROM fence RETURNING 1")  # noqa: S608
-    )
+class Step(NamedTuple):
+    """A statement that moves a lane on, and answers where its row stands then, if it was ours."""
+
+    by_key: DirectStatement
+    at_place: DirectStatement
+    """Straight to where the row was left. While an old snapshot keeps the server from clearing dead versions away, to
+    find the row by its key means to walk over all of them."""
 
 
-SETTLE = _settle(_FENCE.format("locked_by"))
+def _step(text_of: Callable[..., str], *also: str) -> Step:
+    by_key, at_place = text_of("", *also), text_of("ctid = CAST(CAST(:place AS text) AS tid) AND", *also)
+    return Step(DirectStatement(text(by_key)), DirectStatement(text(at_place)))
+
+
+def _fence(place: str, *also: str) -> str:
+    return f"""
+        UPDATE pillarbox_lanes
+        SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor,
+            detours = :detours, tries = 0
+        WHERE {place} {_IS_OURS} RETURNING {", ".join(("CAST(ctid AS text) AS place", *also))}
+    """  # noqa: S608  constants
+
+
+def _settle(place: str, *also: str) -> str:
+    return f"""
+        WITH fence AS ({_fence(place, "locked_by", *also)}),
+             entry AS ({_ENTRY} SELECT {_SETTLED}, locked_by FROM fence)
+        SELECT place FROM fence
+    """  # noqa: S608  constants
+
+
+ANNOUNCE, ANNOUNCE_RELAXED = _step(_fence), _step(_fence, _RELAXED)
+SETTLE, SETTLE_RELAXED = _step(_settle), _step(_settle, _RELAXED)
 """Settle what was announced, and announce what follows, if anything does."""
-SETTLE_RELAXED = _settle(_FENCE.format(f"locked_by, {_RELAXED}"))
 SERVER = text("SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text)")
 """Which server this is, and since when. Another one may have less in it than the one where we looked."""
 JOURNAL = text(

@@ -35,6 +35,12 @@ _KEPT_SECONDS = 1.0
 """A connection that nobody wanted for so long goes back to the pool, which knows whether it is still good."""
 
 
+_PLANS_SECONDS = 5.0
+"""How long PostgreSQL may go by a plan. What is right for a table of one page is wrong for the same table when an old
+snapshot has kept thousands of dead rows in it, and would be kept until the next vacuum."""
+_PLANNED = "pillarbox_planned"
+
+
 class Turns:
     """Whose turn it is, and with which connection."""
 
@@ -129,6 +135,9 @@ class Turns:
             self._spare.pop()[0].close()
         connection = self._spare.pop()[0] if self._spare else self._reader.sync_engine.connect()
         try:
+            if not self._is_well_planned(connection, now):
+                connection.exec_driver_sql("DISCARD PLANS")
+                connection.info[_PLANNED] = now
             yield connection
         except BaseException:
             connection.close()
@@ -150,11 +159,17 @@ class Turns:
         """A connection that can be used without waiting for anything."""
         if not self._spare or self._turns.locked():
             return None
-        connection, since = self._spare[-1]
-        if clock.current().monotonic() - since > _KEPT_SECONDS or not takes_at_once(connection):
+        (connection, since), now = self._spare[-1], clock.current().monotonic()
+        if now - since > _KEPT_SECONDS or not self._is_well_planned(connection, now) or not takes_at_once(connection):
             return None
         self._spare.pop()
         return connection
+
+    def _is_well_planned(self, connection: Connection, now: float) -> bool:
+        if connection.dialect.name != "postgresql":
+            return True
+        planned: float = connection.info.get(_PLANNED, -_PLANS_SECONDS)
+        return now - planned < _PLANS_SECONDS
 
     def _is_too_much(self, waiting: int) -> bool:
         """Whether nobody waits for the connection that was idle for the longest time, and it is not worth keeping."""
