@@ -39,7 +39,7 @@ servers: ## install the servers that the tests run against (root and apt-get, Ma
 	@PYTHON=$(PYTHON) scripts/servers
 
 test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) $(TESTS)
 
 test-matrix: setup servers ## the tests that touch a database, on all versions that we support (CELLS=pg14,sa20 for some)
 	$(BIN)/python -m tests.matrix --workers $(WORKERS) --only "$(CELLS)"

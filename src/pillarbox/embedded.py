@@ -91,12 +91,12 @@ class EmbeddedPostgres:
         """The database's URL for a driver of SQLAlchemy or, without one, for libpq."""
         if self._host is None:
             raise EmbeddedServerError(f"the embedded PostgreSQL in {self.folder} is not started: call start() first")
-        if driver is None:
-            return f"postgresql://{_USER}@/{quote(self.database, safe='')}?host={quote(str(self._host))}&port={_PORT}"
-        # Whether the name of a database is quoted in a URL depends on the version of SQLAlchemy.
-        there = {"host": str(self._host), "port": str(_PORT)}
-        url = URL.create(f"postgresql+{driver}", username=_USER, database=self.database, query=there)
-        return url.render_as_string(hide_password=False)
+        scheme, name = "postgresql", quote(self.database, safe="")
+        if driver is not None:
+            # Whether the name of a database is quoted in a URL depends on the version of SQLAlchemy.
+            name = URL.create(scheme, database=self.database).render_as_string().removeprefix(f"{scheme}:///")
+            scheme = f"{scheme}+{driver}"
+        return f"{scheme}://{_USER}@/{name}?host={quote(str(self._host))}&port={_PORT}"
 
     def start(self) -> None:
         """Start the server or join it, and create the database if it is missing."""
