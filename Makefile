@@ -70,7 +70,7 @@ demo: setup ## half a minute of load and faults on an embedded PostgreSQL, then 
 example: setup ## the order service of examples/orders on http://127.0.0.1:8000, on an embedded PostgreSQL
 	$(BIN)/python -m examples.orders
 
-bench: setup servers ## measure, in about 20 minutes (BENCH="--store queue --only drain,late" to narrow)
+bench: setup servers ## measure, in about 15 minutes (BENCH="--store queue --only drain,late" to narrow)
 	$(BIN)/python -m bench $(BENCH)
 
 bench-quick: setup servers ## the same with small sizes, in a minute
