@@ -14,7 +14,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http prove-cursor prove-cdc simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http prove-cursor prove-cdc simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ lock: setup ## write requirements/dev.txt anew (LOCK_FLAGS=--upgrade to take new
 	$(BIN)/uv pip compile pyproject.toml requirements/dev.in --all-extras --universal --generate-hashes \
 	  --no-emit-index-url --python-version 3.11 --custom-compile-command "make lock" --quiet \
 	  --output-file requirements/dev.txt $(LOCK_FLAGS)
+
+# The oldest compiler whose code both supported majors of protobuf run; it has no place in the lock, which holds the newest.
+wire: setup ## write the code for Pulsar's protocol anew from wire.proto
+	$(BIN)/uv run --quiet --no-project --with grpcio-tools==1.76.0 python -m grpc_tools.protoc \
+	  -I src --python_out=src --pyi_out=src pillarbox/transports/pulsar/wire.proto
 
 wheel: setup ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build --no-isolation

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from . import clock
 from .errors import LaneHaltedError, LeaseLostError
 from .fairness import REST_SECONDS, Detours, Pace, Rates
+from .numbering import PARTITIONS, Numbering
 from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
 from .redaction import redacted
 from .report import Counts, Report
 from .retry import RetryPolicy
 from .suspicion import PROBES, Place, Suspicion
 from .telemetry import SILENT, Signals
-from .transport import Message, Outcome, Publisher, Verdict, contradiction
+from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict, contradiction
 
 logger = logging.getLogger("pillarbox")
 
@@ -52,6 +53,15 @@ class _Plan:
     parked: list[int] = field(default_factory=list)
     cut: bool = False
     """Some of what was found may not go now."""
+
+    def group(self) -> None:
+        """Put the items of one topic and key together, in their order."""
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in self.items:
+            groups.setdefault((row.topic, row.key), []).append(row)
+        if len(groups) > 1:
+            self.items = [row for group in groups.values() for row in group]
+            self.messages.clear()  # their numbers have changed
 
 
 class LaneWorker:
@@ -93,7 +103,7 @@ class LaneWorker:
         self._stopping = asyncio.Event()
         self._timeout: asyncio.Timeout | None = None
         self._largest = LARGE
-        self._opened: set[str] = set()
+        self._numbering = Numbering(publisher)
         self._stored = False
         """Whether all that is announced is known to be at the destination."""
         self._rates = Rates()
@@ -202,7 +212,7 @@ class LaneWorker:
         if detour is None and (tenants := self._to_part(page, limit)):
             await self._part(tenants)
             return True
-        if self._publisher.capabilities.numbered and not await self._open({row.topic for row in plan.items}):
+        if self._publisher.capabilities.numbered and not await self._open(plan):
             return True
         decided = bool(plan.items or plan.failures or plan.parked or page.requests)
         found = decided or (page.passed and not plan.cut)  # what has to wait is not passed
@@ -220,20 +230,23 @@ class LaneWorker:
         return more
 
     async def _carry_out(self, plan: _Plan, page: Page) -> None:
+        if self._publisher.capabilities.grouped:
+            plan.group()
+        details = self._numbering.details(plan.items)
         batch = Batch(
             items=[row.id for row in plan.items],
             failures=plan.failures,
             parked=plan.parked,
             requests=page.requests,
             cursor=page.cursor,
-            details={"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {},
+            details=details | ({"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {}),
             relaxed=not self._publisher.capabilities.numbered,
         )
         first = self.lane.next_number
         await self._announce(batch)
         if plan.items:
-            whole = len(plan.messages) == len(plan.items)
-            await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if whole else None)
+            ready = len(plan.messages) == len(plan.items) and PARTITIONS not in details
+            await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if ready else None)
 
     def _to_part(self, page: Page, limit: int) -> set[str]:
         """The tenants that must not go on in the lane, where it knows detours: those who are held back, as they would
@@ -438,7 +451,7 @@ class LaneWorker:
             alone = len(row.body) > self._largest
             if alone and messages:
                 break
-            messages.append(_message(number, row))
+            messages.append(self._numbering.message(self.lane, number, row))
             if alone:
                 break
         return messages
@@ -475,6 +488,7 @@ class LaneWorker:
         self.failures, self.trouble = 0, None
         for topic in {messages[index].topic for index in accepted}:
             self._suspicion.accepted(self.lane, topic)
+        self._numbering.accepted(messages, accepted)
         if len(messages) == 1:  # only a message that went alone can be larger than the largest
             self._largest = max(self._largest, len(messages[0].body))
 
@@ -526,7 +540,7 @@ class LaneWorker:
             self.lane = await self._store.amend(self.lane, [dead], parked=parked)
             return [item for item in items[1:] if item[1].order_key not in stopped], None
         self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts + 1})
-        outcome = await self._request([_message(number, row)])
+        outcome = await self._request([self._numbering.message(self.lane, number, row)])
         if outcome.rejected:
             return await self._amend(items, 1, outcome), outcome
         self._check_lease()
@@ -543,36 +557,36 @@ class LaneWorker:
         items = [item for item in await self._store.rebuild(self.lane) if item[0] not in accepted]
         if not self._publisher.capabilities.numbered or not items:
             return items, None
-        topics = {row.topic for _, row in items}
         try:
             async with self._within_lease():
-                lasts = await self._publisher.open(self._producer, topics)
+                lasts = await self._publisher.open(self._producer, {row.topic for _, row in items})
         except (OSError, TimeoutError) as error:
             return None, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error))
-        self._opened = topics
         # Open, then the fenced write, then send: the other order would let a sleeper in.
         self._check_lease()
         self.lane = await self._store.amend(self.lane, ())
-        for topic in sorted(topics):
-            items, outcome = await self._without_stored(items, topic, lasts.get(topic, -1))
+        self._check_lasts(lasts)
+        for place in sorted(lasts):
+            items, outcome = await self._without_stored(items, place, lasts[place])
             if outcome is not None:
                 return None, outcome
         return items, None
 
-    async def _without_stored(self, items: list[_Item], topic: str, last: int) -> tuple[list[_Item], Outcome | None]:
-        """Leave out what the topic has already. ``last`` was pushed, which is not yet stored: a probe tells."""
-        self._check_not_ahead(topic, last)
-        pushed = [(number, row) for number, row in items if row.topic == topic and number <= last]
+    async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
+        """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""
+        pushed = [
+            (number, row) for number, row in items if number <= last and self._numbering.place(self.lane, row) == place
+        ]
         if not pushed:
             return items, None
         found = len(pushed)
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
-            outcome = await self._request([_message(*pushed[-1])])
+            outcome = await self._request([self._numbering.message(self.lane, *pushed[-1])])
             if not outcome.accepted:
                 return items, _unanswered(outcome)
             if not outcome.duplicates:
                 raise LaneHaltedError(
-                    f"{topic} stored message {last} of {self._producer} again, which it said it had: "
+                    f"{place} stored message {last} of {self._producer} again, which it said it had: "
                     "is deduplication on?"
                 )
             found -= 1  # the probe was counted
@@ -580,35 +594,54 @@ class LaneWorker:
         gone = {number for number, _ in pushed}
         return [item for item in items if item[0] not in gone], None
 
-    async def _open(self, topics: Collection[str]) -> bool:
-        """Open the topics that are new to us, before what goes there is announced. False: not now."""
-        if self._opened.issuperset(topics):
-            return True
-        wanted = self._opened.union(topics)
-        try:
-            self._check_lease()
-            async with self._within_lease():
-                lasts = await self._publisher.open(self._producer, sorted(wanted))
-        except (OSError, TimeoutError) as error:
-            await self._rest(Verdict.UNAVAILABLE.value, str(error))
-            return False
-        for topic, last in lasts.items():
-            self._check_not_ahead(topic, last)
-        self._opened = wanted
+    async def _open(self, plan: _Plan) -> bool:
+        """Open the topics of a batch before it is announced; what goes to one that cannot be opened waits, and holds up
+        nothing else. False: not now.
+        """
+        while topics := {row.topic for row in plan.items}:
+            try:
+                self._check_lease()
+                async with self._within_lease():
+                    lasts = await self._publisher.open(self._producer, topics)
+            except TopicsRefusedError as error:
+                self._set_aside(plan, error.reasons)
+            except (OSError, TimeoutError) as error:
+                await self._rest(Verdict.UNAVAILABLE.value, str(error))
+                return False
+            else:
+                self._check_lasts(lasts)
+                break
         return True
 
-    def _check_not_ahead(self, topic: str, last: int) -> None:
-        if last >= self.lane.next_number:
-            raise LaneHaltedError(
-                f"{topic} has message {last} of {self._producer}, and the outbox has announced no more than "
-                f"{self.lane.next_number - 1}: the database went back in time"
-            )
+    def _set_aside(self, plan: _Plan, reasons: Mapping[str, str]) -> None:
+        """No attempt is counted: it is not the messages' fault."""
+        stopped: set[Key] = set()
+        refused = [row for row in plan.items if row.topic in reasons]
+        plan.items = [row for row in plan.items if row.topic not in reasons]
+        plan.messages.clear()
+        for row in refused:
+            if row.order_key in stopped:
+                plan.parked.append(row.id)
+            else:
+                stopped.add(row.order_key)
+                plan.failures.append(Failure(row.id, row.attempts, redacted(reasons[row.topic]), PROBES.cap))
+        for topic, reason in reasons.items():
+            self._report.topic_refused(topic, redacted(reason))
+
+    def _check_lasts(self, lasts: Mapping[str, int]) -> None:
+        for place, last in lasts.items():
+            if last >= self.lane.next_number:
+                raise LaneHaltedError(
+                    f"{place} has message {last} of {self._producer}, and the outbox has announced no more than "
+                    f"{self.lane.next_number - 1}: the database went back in time"
+                )
+            if last < (reached := self._numbering.reached(self.lane, place)):
+                self._report.forgotten(place, last, reached)
 
     async def _rest(self, verdict: str, reason: str) -> bool:
         """The destination is not to be had: wait, the longer the more often. False if we are to stop."""
         said = self._report.away(verdict, redacted(reason), first=self.failures == 0)
         self.failures += 1
-        self._opened.clear()
         return await self.wait(BREAKER.delay(self.failures, self._draw), said)
 
     async def wait(self, seconds: float, why: str) -> bool:
@@ -663,10 +696,6 @@ def _unanswered(outcome: Outcome) -> Outcome:
     """A probe that was not accepted leaves everything below it unknown."""
     reason = outcome.reason or (outcome.rejected[0].reason if outcome.rejected else "")
     return Outcome((), unfinished=outcome.unfinished or Verdict.UNKNOWN, reason=reason)
-
-
-def _message(number: int, row: Row) -> Message:
-    return Message(row.topic, row.key, row.body, row.headers, number)
 
 
 def _loop_time(deadline: float) -> float:

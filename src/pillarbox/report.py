@@ -51,6 +51,7 @@ class Report:
         self._topic = lane.route.topic
         self._route = (lane.route.name,)
         self._way = (lane.route.name, lane.route.destination)
+        self._refused: dict[str, str] = {}
         if signals:  # a counter that is not there before it first rises is seen to rise by nobody
             for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD):
                 signals.count(metric, self._way, 0)
@@ -156,6 +157,27 @@ class Report:
                 "%s: %s", self._lane, said, extra=self._of_lane(telemetry.LOG_AWAY, verdict=verdict, reason=reason)
             )
         return said
+
+    def topic_refused(self, topic: str, reason: str) -> None:
+        """What goes to this topic waits, and nobody's attempt is counted."""
+        if self._refused.get(topic) != reason:
+            self._refused[topic] = reason
+            extra = self._of_lane(telemetry.LOG_TOPIC_REFUSED, topic=topic, reason=reason)
+            logger.error(
+                "%s: %s cannot be opened, and what goes there waits: %s", self._lane, topic, reason, extra=extra
+            )
+
+    def forgotten(self, place: str, last: int, reached: int) -> None:
+        """The destination does not know any more what it has stored: what is announced may arrive twice."""
+        if self._signals:
+            self._signals.count(telemetry.FORGOTTEN, self._way)
+        extra = self._of_lane(telemetry.LOG_FORGOTTEN, place=place, last=last, reached=reached)
+        logger.error(
+            "%s: %s has forgotten this producer: it had stored message %d and now knows of none above %d; "
+            "what is announced is sent at least once",
+            *(self._lane, place, reached, last),
+            extra=extra,
+        )
 
     def nonsense(self, what: str) -> None:
         """The transport contradicts itself."""

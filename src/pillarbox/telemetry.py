@@ -133,6 +133,13 @@ BATCH = Metric(
     _WAY,
     buckets=_SLOW,
 )
+FORGOTTEN = Metric(
+    "outbox_forgotten_total",
+    "counter",
+    "places",
+    "A destination that deduplicates had forgotten what a lane has sent: a batch may have arrived twice.",
+    ("route", "destination"),
+)
 LEASE_LOST = Metric(
     "outbox_lease_lost_total", "counter", "leases", "Lanes that were lost to another relay or not renewed.", ("route",)
 )
@@ -218,7 +225,7 @@ SLOT_BUDGET = Metric(
 
 METRICS = (
     *(NEW, COMMIT, COMMIT_UNKNOWN),
-    *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH),
+    *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH, FORGOTTEN),
     *(LEASE_LOST, LANES_HELD, LANES_STOPPED, CYCLE_AGE),
     *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
     *(STREAM_ROWS, STREAM_LOST, STREAMS_DOWN, STREAM_BUFFER, SLOT_LAG, SLOT_BUDGET),
@@ -281,6 +288,18 @@ LOG_AWAY = LogEvent(
 LOG_NONSENSE = LogEvent(
     "destination.nonsense", "error", "The answer of a transport contradicts itself.", (*_LANE, "reason")
 )
+LOG_TOPIC_REFUSED = LogEvent(
+    "destination.topic_refused",
+    "error",
+    "A topic cannot be opened while others can: what goes there waits.",
+    (*_LANE, "topic", "reason"),
+)
+LOG_FORGOTTEN = LogEvent(
+    "destination.forgotten",
+    "error",
+    "The destination does not know any more what a lane has sent: its batch may arrive twice.",
+    (*_LANE, "place", "last", "reached"),
+)
 LOG_REFUSES = LogEvent(
     "destination.refuses",
     "error",
@@ -332,6 +351,7 @@ LOG_SLOT_LAGS = LogEvent(
 
 LOG_EVENTS = (
     *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
+    *(LOG_TOPIC_REFUSED, LOG_FORGOTTEN),
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),
     *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,7 +24,9 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     body: bytes
     headers: Mapping[str, str]
     number: int = 0
-    """Its place in the order of its lane, for transports that deduplicate by it. Rises, with gaps."""
+    """Where it stands in the order of its lane, for transports that deduplicate by it. Rises, with gaps."""
+    place: str = ""
+    """The partition of the topic that it goes to, where a topic has partitions that are numbered by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class Capabilities:
 
     numbered: bool = False
     """It deduplicates by producer name and number: one copy on the topic, whatever happens."""
+
+    grouped: bool = False
+    """Messages of one topic and key are best sent together: the lane brings them in groups."""
 
 
 class Verdict(Enum):
@@ -95,12 +100,13 @@ class Publisher(Protocol):
         ...
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
-        """Make ready to send. Numbered transports say the highest number that each topic was ever given under this
-        producer's name (-1: none), which is not yet a promise that it is stored; the others answer nothing, and a
-        relay does not call it: they open what they need when they send.
+        """Make ready to send: open what is not open, or is lost. Numbered transports say the highest number that each
+        topic was ever given under this producer's name (-1: none), which is not yet a promise that it is stored; the
+        others answer nothing, and a relay does not call it: they open what they need when they send.
 
-        Opening again is fine, and closes what was open under that name here. An `OSError` or `TimeoutError` means
-        unavailable.
+        A relay calls it before each batch, so what is open costs nothing. What has left a request unanswered is not
+        open any more. An `OSError` or `TimeoutError` means unavailable; `TopicsRefusedError`, that these topics are,
+        and that the others can be opened.
         """
         ...
 
@@ -119,6 +125,31 @@ class Publisher(Protocol):
 
 
 Transport = Publisher
+
+
+class TopicsRefusedError(OSError):
+    """Some topics cannot be opened now, by no fault of their messages, while others can."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+
+
+@runtime_checkable
+class Partitioned(Protocol):
+    """A publisher whose topics have partitions that are numbered by themselves: `Publisher.open` then says the highest
+    number of each of them, by its place.
+    """
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has that was opened; 0 if it is not partitioned. The lane announces it with the
+        batch: a successor, who may find more of them, sends each message to the same place.
+        """
+        ...
+
+    def place(self, topic: str, key: str, partitions: int) -> str:
+        """Where a key belongs, if the topic has so many."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

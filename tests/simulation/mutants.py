@@ -27,6 +27,7 @@ from pillarbox.collector import Collector
 from pillarbox.cursor import Cursor, Snapshot, Window
 from pillarbox.fairness import Detours
 from pillarbox.lane import LaneWorker
+from pillarbox.numbering import Numbering
 from pillarbox.outbox import LaneName, Status
 from pillarbox.relay import Relay
 from pillarbox.session import BoundSession
@@ -206,9 +207,9 @@ def _send_before_announce(patch: pytest.MonkeyPatch) -> None:
 
     async def eager(self: LaneWorker, *place: Any) -> Any:
         plan, page = await next_batch(self, *place)
-        if plan.items and (not self._publisher.capabilities.numbered or self._opened):
-            first = self.lane.next_number
-            await self._request([lanes._message(first + index, row) for index, row in enumerate(plan.items)])
+        if plan.items and (not self._publisher.capabilities.numbered or self.lane.announced):
+            first, message = self.lane.next_number, self._numbering.message
+            await self._request([message(self.lane, first + index, row) for index, row in enumerate(plan.items)])
         return plan, page
 
     patch.setattr(LaneWorker, "_next_batch", eager)
@@ -216,9 +217,9 @@ def _send_before_announce(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I1", numbered=True, watched=False)
 def _number_is_the_row_id(patch: pytest.MonkeyPatch) -> None:
-    message = lanes._message
-    patch.setattr(lanes, "_message", lambda _number, row: message(row.id, row))
-    patch.setattr(LaneWorker, "_check_not_ahead", lambda _self, _topic, _last: None)
+    message = Numbering.message
+    patch.setattr(Numbering, "message", lambda self, lane, _number, row: message(self, lane, row.id, row))
+    patch.setattr(LaneWorker, "_check_lasts", lambda _self, _lasts: None)
 
 
 @mutant("I1", first=53, numbered=True)
@@ -264,7 +265,7 @@ def _pushed_is_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I1", numbered=True, failover=True)
 def _broker_ahead_of_the_database_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LaneWorker, "_check_not_ahead", lambda _self, _topic, _last: None)
+    patch.setattr(LaneWorker, "_check_lasts", lambda _self, _lasts: None)
 
 
 @mutant("I3", numbered=True)

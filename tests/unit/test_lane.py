@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from pillarbox import clock
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
-from pillarbox.lane import LARGE, _message
+from pillarbox.lane import LARGE
 from pillarbox.outbox import Batch, FailurePolicy, Key, Lane, Page, Status
-from pillarbox.transport import Capabilities, Outcome, Rejection, Verdict
+from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
 from tests.relays import World, freeze, in_virtual_time, running, until
 
 OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
@@ -306,7 +306,7 @@ class TestUnknown:
 
         lane = await world.take()
         page = await world.store.poll(lane, limit=10)
-        messages = [_message(0, row) for row in page.fresh]
+        messages = [Message(row.topic, row.key, row.body, row.headers) for row in page.fresh]
         world.broker.before = half_way
         await world.store.release("r1", [lane])
         async with running(world.relay()):
@@ -477,7 +477,9 @@ class TestRecovery:
         world.write("b2", topic="others")
         lane = await world.store.announce(await world.take("dead"), Batch(items=[1, 2, 3, 4]), settle=False)
         items = await world.store.rebuild(lane)
-        await world.broker.send(f"memory/{lane}", [_message(*item) for item in items[:3]])
+        await world.broker.send(
+            f"memory/{lane}", [Message(row.topic, row.key, row.body, row.headers, n) for n, row in items[:3]]
+        )
         async with running(world.relay()):
             await until(lambda: world.statuses(Status.SENT) == "a1 b1 a2 b2")
         assert world.sent == "a1 a2"

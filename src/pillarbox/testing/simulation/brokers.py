@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...transport import Capabilities, Message, Outcome, Rejection, Verdict
 from .loop import Life
@@ -28,6 +28,9 @@ class Link:
     life: Life
     producer: str
     closed: bool = False
+    lasts: dict[str, int] = field(default_factory=dict)
+    doubtful: bool = True
+    """As its owner sees it: nobody knows what the broker has of the last request."""
 
 
 class Broker:
@@ -235,6 +238,9 @@ class BrokerPublisher:
         return "it is far too large"
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+        link = self._links.get(producer)
+        if link is not None and not link.doubtful and link.lasts.keys() >= {*topics}:
+            return {topic: link.lasts[topic] for topic in topics}
         self._let_go(producer)
         link = self._links[producer] = Link(self._life, producer)
 
@@ -245,6 +251,7 @@ class BrokerPublisher:
                 reply(error)
 
         lasts: Mapping[str, int] = await self._wire.ask("open", effect)
+        link.lasts, link.doubtful = dict(lasts), False
         return lasts
 
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
@@ -252,9 +259,13 @@ class BrokerPublisher:
             raise ConnectionError("the producer is not open")
         link = self._links.setdefault(producer, Link(self._life, producer))
         self._watch(self._life.name, producer, messages)
+        link.doubtful = True
         outcome: Outcome = await self._wire.ask(
             "send", lambda reply: self._broker.take(link, messages, reply), patience=8.0
         )
+        link.doubtful = outcome.unfinished is not None
+        for index in outcome.accepted:
+            link.lasts[messages[index].topic] = messages[index].number
         return outcome
 
     async def close(self, producer: str | None = None) -> None:

@@ -1,0 +1,75 @@
+"""What a lane knows about a destination that deduplicates by its numbers: where each message goes, and how far each
+place has come.
+
+A place is a topic, or a partition of one. All places of a lane share one series of numbers, and each has its own
+highest one. How many partitions a topic has, and how far its places had come, is announced with each batch: a successor
+goes by that, not by what it finds, as partitions may have been added, and a broker may have forgotten a producer that
+was away for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from .outbox import Lane, Row
+from .transport import Message, Partitioned, Publisher
+
+PARTITIONS = "partitions"
+REACHED = "reached"
+
+
+class Numbering:
+    """For one lane. With a destination that knows no numbers it has nothing to say."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._numbered = publisher.capabilities.numbered
+        self._partitioned = publisher if isinstance(publisher, Partitioned) else None
+        self._reached: dict[str, int] = {}
+
+    def details(self, rows: Iterable[Row]) -> dict[str, Any]:
+        """What has to be announced with these rows."""
+        if not self._numbered:
+            return {}
+        topics = {row.topic for row in rows}
+        found: dict[str, Any] = {}
+        partitioned = self._partitioned
+        if partitioned and (counts := {topic: count for topic in topics if (count := partitioned.partitions(topic))}):
+            found[PARTITIONS] = counts
+            topics = topics.difference(counts)
+            topics |= {partitioned.place(row.topic, row.key, counts[row.topic]) for row in rows if row.topic in counts}
+        if reached := {place: self._reached[place] for place in topics if place in self._reached}:
+            found[REACHED] = reached
+        return found
+
+    def place(self, lane: Lane, row: Row) -> str:
+        """Where a row of the announced batch goes."""
+        return self._partition(lane, row) or row.topic
+
+    def message(self, lane: Lane, number: int, row: Row) -> Message:
+        """A row of the announced batch, as it is sent."""
+        return Message(row.topic, row.key, row.body, row.headers, number, self._partition(lane, row))
+
+    def accepted(self, messages: Sequence[Message], indexes: Collection[int]) -> None:
+        """The destination has stored these."""
+        if self._numbered:
+            reached = self._reached
+            for index in indexes:
+                message = messages[index]
+                place = message.place or message.topic
+                if message.number > reached.get(place, -1):
+                    reached[place] = message.number
+
+    def reached(self, lane: Lane, place: str) -> int:
+        """The highest number that the place is known to have stored; -1: none."""
+        before: int = _announced(lane, REACHED).get(place, -1)
+        return max(self._reached.get(place, -1), before)
+
+    def _partition(self, lane: Lane, row: Row) -> str:
+        count = _announced(lane, PARTITIONS).get(row.topic, 0)
+        return self._partitioned.place(row.topic, row.key, count) if count and self._partitioned else ""
+
+
+def _announced(lane: Lane, name: str) -> Mapping[str, int]:
+    found: Mapping[str, int] | None = None if lane.announced is None else lane.announced.details.get(name)
+    return found or {}

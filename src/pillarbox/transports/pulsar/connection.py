@@ -1,0 +1,292 @@
+"""One connection to a broker: the handshake, questions and answers, receipts to the producers whose they are, and a
+keep-alive, as a link may be dead for hours before TCP says so.
+
+It never mends itself. When it is lost everybody who uses it is told, and opens another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple, Protocol, cast
+
+from ... import __version__
+from ...errors import ConfigurationError
+from . import wire_pb2 as wire
+from .credentials import Credentials
+from .frames import PING, PONG, Frames, ProtocolError, framed
+
+PROTOCOL_VERSION = 20
+DEFAULT_MESSAGE_LIMIT = 5 * 1_048_576
+_CLIENT = f"pillarbox {__version__}"
+_Type = wire.Command.Type
+_ABOUT_PRODUCERS: dict[int, str] = {
+    _Type.SEND_RECEIPT: "send_receipt",
+    _Type.SEND_ERROR: "send_error",
+    _Type.CLOSE_PRODUCER: "close_producer",
+}
+_ANSWERS: dict[int, str] = {
+    _Type.PRODUCER_SUCCESS: "producer_success",
+    _Type.LOOKUP_RESPONSE: "lookup_response",
+    _Type.PARTITIONED_METADATA_RESPONSE: "partitioned_metadata_response",
+    _Type.SUCCESS: "success",
+}
+
+
+class BrokerError(ConnectionError):
+    """The broker's answer is an error."""
+
+    def __init__(self, code: int, message: str) -> None:
+        self.code = code
+        name = wire.ServerError.Name(wire.ServerError.ValueType(code))
+        super().__init__(f"{name}: {message.strip().splitlines()[0][:300]}" if message.strip() else name)
+
+
+class Endpoint(NamedTuple):
+    """Where a broker is, and what a proxy in front of it must be told."""
+
+    host: str
+    port: int
+    proxy_to: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" + (f" (for {self.proxy_to})" if self.proxy_to else "")
+
+
+class Listener(Protocol):
+    """A producer, as its connection sees it."""
+
+    def received(self, receipt: wire.SendReceipt) -> None: ...
+    def refused(self, error: wire.SendError) -> None: ...
+    def lost(self, why: str) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """See the module. Made by `open`, ended by `close`, by the peer or by silence."""
+
+    def __init__(self, address: Endpoint, credentials: Credentials, *, keep_alive: float) -> None:
+        self.address = address
+        self.message_limit = DEFAULT_MESSAGE_LIMIT
+        self.lost: str | None = None
+        """Why it is of no use any more."""
+        self._credentials = credentials
+        self._keep_alive = keep_alive
+        self._frames = Frames()
+        self._socket: asyncio.Transport
+        self._requests = count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._listeners: dict[int, Listener] = {}
+        self._ids = count(1)
+        self._heard = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
+        self._answering: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        address: Endpoint,
+        credentials: Credentials,
+        *,
+        tls: ssl.SSLContext | None = None,
+        keep_alive: float = 5.0,
+        patience: float = 5.0,
+    ) -> Connection:
+        """Connect and say who we are. An `OSError` or `TimeoutError` if that does not come about in time."""
+        loop = asyncio.get_running_loop()
+        self = cls(address, credentials, keep_alive=keep_alive)
+        try:
+            async with asyncio.timeout(patience):
+                secret = await credentials.secret()
+                await loop.create_connection(lambda: self, address.host, address.port, ssl=tls)
+                self.write(
+                    framed(
+                        wire.Command(
+                            type=_Type.CONNECT,
+                            connect=wire.Connect(
+                                client_version=_CLIENT,
+                                protocol_version=PROTOCOL_VERSION,
+                                auth_method_name=credentials.method,
+                                auth_data=secret,
+                                proxy_to_broker_url=address.proxy_to,
+                                feature_flags=wire.FeatureFlags(supports_auth_refresh=True),
+                            ),
+                        )
+                    )
+                )
+                await self._connected
+        except TimeoutError:
+            self.abort(f"no answer within {patience:g} s")
+            raise TimeoutError(f"{address} does not answer within {patience:g} s") from None
+        except ssl.SSLError as error:
+            self.abort(str(error))
+            raise ConnectionError(f"{address}: TLS fails: {error.reason or error}") from error
+        except BaseException:
+            self.abort("it was not opened")
+            raise
+        self._watch()
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Send a frame, or several."""
+        self._socket.write(data)
+
+    async def ask(self, kind: wire.Command.Type, part: Callable[[int], wire.Command], *, patience: float) -> Any:
+        """A request, and the answer to it. `BrokerError` if that is an error."""
+        if self.lost is not None:
+            raise ConnectionError(f"{self.address}: {self.lost}")
+        number = next(self._requests)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            command = part(number)
+            command.type = kind
+            self.write(framed(command))
+            async with asyncio.timeout(patience):
+                return await answer
+        except TimeoutError:
+            raise TimeoutError(f"{self.address} did not answer {_Type.Name(kind)} within {patience:g} s") from None
+        finally:
+            del self._waiting[number]
+
+    def join(self, listener: Listener) -> int:
+        """A number for a producer; what the broker says about it goes there."""
+        number = next(self._ids)
+        self._listeners[number] = listener
+        return number
+
+    def leave(self, number: int) -> None:
+        """Nobody listens for this producer any more."""
+        self._listeners.pop(number, None)
+
+    def say(self, command: wire.Command) -> None:
+        """A command that nobody waits for an answer to."""
+        if self.lost is None:
+            self.write(framed(command))
+
+    def close(self) -> None:
+        """End it in peace: what was written still goes out."""
+        if self.lost is None:
+            self._end("it was closed")
+            self._socket.close()
+
+    def abort(self, why: str) -> None:
+        """End it now."""
+        if self.lost is None:
+            self._end(why)
+            if hasattr(self, "_socket"):
+                self._socket.abort()
+
+    # -- what the peer does --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast(asyncio.Transport, transport)
+        if self.lost is not None:  # nobody waits for it any more
+            self._socket.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(str(exc) if exc else "the broker closed the connection")
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        try:
+            for command in self._frames.feed(data):
+                if self.lost is not None:
+                    return
+                self._heed(command)
+        except ProtocolError as error:
+            self.abort(str(error))
+
+    def _heed(self, command: wire.Command) -> None:
+        kind = command.type
+        if (part := _ABOUT_PRODUCERS.get(kind)) is not None:
+            self._tell(kind, getattr(command, part))
+        elif (part := _ANSWERS.get(kind)) is not None:
+            answer = getattr(command, part)
+            if kind != _Type.PRODUCER_SUCCESS or answer.producer_ready:  # else it says later when it is
+                self._answer(answer)
+        elif kind == _Type.PING:
+            self.write(PONG)
+        elif kind == _Type.ERROR:
+            self._fail(command.error)
+        elif kind == _Type.CONNECTED:
+            self._welcome(command.connected)
+        elif kind == _Type.AUTH_CHALLENGE:
+            self._answering = asyncio.get_running_loop().create_task(self._prove())
+        # A newer broker may say more than we know.
+
+    def _tell(self, kind: wire.Command.Type, what: Any) -> None:
+        listener = self._listeners.get(what.producer_id)
+        if listener is None:
+            return
+        if kind == _Type.SEND_RECEIPT:
+            listener.received(what)
+        elif kind == _Type.SEND_ERROR:
+            listener.refused(what)
+        else:
+            self.leave(what.producer_id)
+            listener.lost("the broker closed the producer: its topic moves")
+
+    def _welcome(self, connected: wire.Connected) -> None:
+        if connected.max_message_size > 0:
+            self.message_limit = connected.max_message_size
+        if not self._connected.done():
+            self._connected.set_result(None)
+
+    def _answer(self, answer: Any) -> None:
+        waiting = self._waiting.get(answer.request_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _fail(self, error: wire.Error) -> None:
+        refusal = BrokerError(error.error, error.message)
+        waiting = self._waiting.get(error.request_id)
+        if waiting is None and not self._connected.done():
+            waiting = self._connected  # who we are is asked without a number
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(refusal)
+
+    async def _prove(self) -> None:
+        """The broker wants to know again who we are: what it was told has expired."""
+        try:
+            secret = await self._credentials.secret()
+        except (OSError, ConfigurationError) as error:
+            self.abort(f"the credentials could not be renewed: {error}")
+            return
+        data = wire.AuthData(auth_method_name=self._credentials.method, auth_data=secret)
+        response = wire.AuthResponse(client_version=_CLIENT, response=data, protocol_version=PROTOCOL_VERSION)
+        self.say(wire.Command(type=_Type.AUTH_RESPONSE, auth_response=response))
+
+    # -- keep-alive and end --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self.lost is not None:
+            return
+        loop = asyncio.get_running_loop()
+        silent = loop.time() - self._heard
+        if silent >= 2 * self._keep_alive:
+            self.abort(f"nothing was heard for {silent:.1f} s")
+            return
+        if silent >= self._keep_alive:
+            self.write(PING)
+        self._alarm = loop.call_later(self._keep_alive / 2, self._watch)
+
+    def _end(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = why
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._answering is not None:
+            self._answering.cancel()
+        error = ConnectionError(f"{self.address}: {why}")
+        for waiting in (self._connected, *self._waiting.values()):
+            if not waiting.done():
+                waiting.set_exception(error)
+        with suppress(BaseException):
+            self._connected.exception()  # it may be that nobody asks
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.lost(why)

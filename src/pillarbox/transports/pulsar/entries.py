@@ -1,0 +1,87 @@
+"""Entries: which messages travel together, and how their payload is made smaller.
+
+The broker stores, deduplicates and hands out whole entries. Cut ``by_key`` an entry holds one key, which is right for
+every kind of subscription; ``mixed`` entries are larger and so faster, and a key_shared subscription, which goes by the
+key of the entry, would hand out several keys at once and in no order to one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+
+import lz4.block
+import zstandard
+
+from ...transport import Message
+from . import wire_pb2 as wire
+from .frames import Entry, packed
+
+MAX_MESSAGES = 1_000
+MAX_BYTES = 524_288
+"""An entry grows to about this size. A larger message has one to itself."""
+
+
+class Cut(StrEnum):
+    """What an entry may hold."""
+
+    BY_KEY = "by_key"
+    MIXED = "mixed"
+
+
+class Compression(StrEnum):
+    """How payloads are compressed, if that is worth it."""
+
+    NONE = "none"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+_COMPRESSORS: dict[Compression, tuple[wire.Compression, Callable[[bytes], bytes]]] = {
+    Compression.LZ4: (wire.LZ4, lambda payload: lz4.block.compress(payload, store_size=False)),
+    Compression.ZSTD: (wire.ZSTD, zstandard.ZstdCompressor(level=1).compress),
+}
+
+
+class Cutter:
+    """Cuts the messages of one topic into entries, in their order."""
+
+    def __init__(self, cut: Cut, compression: Compression = Compression.NONE, compress_from: int = 4_096) -> None:
+        self._by_key = cut is Cut.BY_KEY
+        self._compressor = _COMPRESSORS.get(compression)
+        self._compress_from = compress_from
+
+    def entries(self, messages: Sequence[Message], indexes: Sequence[int], *, max_bytes: int) -> list[Entry]:
+        """``indexes`` say where in the request each message was. No entry of several is larger than ``max_bytes``."""
+        return [self._entry(messages[start:end], indexes[start:end], parts)
+                for start, end, parts in self._runs(messages, min(max_bytes, MAX_BYTES))]  # fmt: skip
+
+    def _runs(self, messages: Sequence[Message], limit: int) -> Iterator[tuple[int, int, list[bytes]]]:
+        parts: list[bytes] = []
+        start = size = 0
+        key = messages[0].key if messages else ""
+        by_key = self._by_key
+        for index, message in enumerate(messages):
+            head, body = packed(message)
+            length = len(head) + len(body)
+            full = size + length > limit or index - start >= MAX_MESSAGES or (by_key and message.key != key)
+            if full and index > start:
+                yield start, index, parts
+                parts, start, size = [], index, 0
+            key = message.key
+            parts += (head, body)
+            size += length
+        if parts:
+            yield start, len(messages), parts
+
+    def _entry(self, messages: Sequence[Message], indexes: Sequence[int], parts: list[bytes]) -> Entry:
+        payload = b"".join(parts)
+        size = len(payload)
+        compression = wire.NONE
+        if self._compressor is not None and size >= self._compress_from:
+            kind, compress = self._compressor
+            smaller = compress(payload)
+            if len(smaller) < size:
+                compression, payload = kind, smaller
+        key = messages[0].key if self._by_key or len(messages) == 1 else None
+        return Entry(messages, payload, indexes, key or None, compression, size)

@@ -1,0 +1,166 @@
+"""A producer: the voice of one lane on one physical topic.
+
+It is a shared one with a name of its own, which the broker gives to one connection at a time: a holder that answers
+keeps it, a dead one frees it at once, a frozen one after five seconds. The exclusive modes are per topic, so two lanes
+on one topic would throw each other out for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from . import wire_pb2 as wire
+from .connection import BrokerError, Connection
+from .frames import Entry
+
+_DUPLICATE = 2**64 - 1
+"""The ledger of a message that was not stored, because its number was given before."""
+_Type = wire.Command.Type
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the broker said about entries: the indexes of those it stored, had already, or refused."""
+
+    stored: list[int] = field(default_factory=list)
+    duplicates: list[int] = field(default_factory=list)
+    refused: dict[int, BrokerError] = field(default_factory=dict)
+    lost: str | None = None
+    """Why there will be no more answers."""
+
+
+class Producer:
+    """Made by `open`. Once it is lost it stays so; whoever owns the lane opens another one."""
+
+    def __init__(self, connection: Connection, topic: str, name: str | None) -> None:
+        self.topic = topic
+        self.name = name or ""
+        self.last = -1
+        """The highest number that the topic was given under this name: first by the broker's word, then by ours."""
+        self.used = asyncio.get_running_loop().time()
+        self.lost_because: str | None = None
+        self._connection = connection
+        self._id = connection.join(self)
+        self._open: dict[int, int] = {}
+        """Entries without an answer: their first numbers, and their indexes."""
+        self._answers = Answers()
+        self._answered: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(cls, connection: Connection, topic: str, name: str | None, *, patience: float) -> Producer:
+        """Ask the broker for the topic. Without a name the broker makes one up, which nobody else has."""
+        self = cls(connection, topic, name)
+        try:
+            success: wire.ProducerSuccess = await connection.ask(
+                _Type.PRODUCER,
+                lambda number: wire.Command(
+                    producer=wire.Producer(
+                        topic=topic,
+                        producer_id=self._id,
+                        request_id=number,
+                        producer_name=name,
+                        user_provided_producer_name=name is not None,
+                    )
+                ),
+                patience=patience,
+            )
+        except BaseException:
+            self.close()  # the broker may have made it all the same
+            raise
+        self.name, self.last = success.producer_name, success.last_sequence_id
+        return self
+
+    @property
+    def message_limit(self) -> int:
+        """The most bytes that the broker takes at once."""
+        return self._connection.message_limit
+
+    async def publish(self, entries: Sequence[Entry], *, largest: int) -> Answers:
+        """Send entries and wait for what becomes of them.
+
+        An entry that is larger than the largest one that was ever stored goes alone: it is the one that may be refused,
+        and what is stored behind a refused number would hide it from whoever takes over. For the same reason nothing is
+        sent after an entry that was not stored.
+        """
+        answers = Answers()
+        self.used = asyncio.get_running_loop().time()
+        for chunk in _chunks(entries, largest):
+            if not await self._publish(entries, chunk, answers):
+                break
+        return answers
+
+    async def _publish(self, entries: Sequence[Entry], chunk: range, answers: Answers) -> bool:
+        if self.lost_because is not None:
+            answers.lost = self.lost_because
+            return False
+        self._answers = answers
+        self._open = {entries[index].first: index for index in chunk}
+        answered = self._answered = asyncio.get_running_loop().create_future()
+        try:
+            for index in chunk:
+                self._connection.write(entries[index].framed(self._id, self.name))
+            await answered
+        except BaseException:
+            self._lose("we did not wait for its answers")  # and so cannot tell any more what it has stored
+            raise
+        finally:
+            self._answered = None
+        answers.lost = answers.lost or self.lost_because
+        return answers.lost is None and not answers.refused
+
+    def close(self) -> None:
+        """Give the name back. Nobody waits for it: a broker that is away has forgotten it anyhow."""
+        if self.lost_because is None:
+            self._connection.say(
+                wire.Command(
+                    type=_Type.CLOSE_PRODUCER, close_producer=wire.CloseProducer(producer_id=self._id, request_id=0)
+                )
+            )
+            self._lose("it was closed")
+
+    # -- what the broker says ------------------------------------------------------------------------------------------
+
+    def received(self, receipt: wire.SendReceipt) -> None:
+        index = self._open.pop(receipt.sequence_id, None)
+        if index is None:
+            return
+        duplicate = receipt.message_id.ledger_id == _DUPLICATE
+        (self._answers.duplicates if duplicate else self._answers.stored).append(index)
+        self.last = max(self.last, receipt.highest_sequence_id)
+        self._check_answered()
+
+    def refused(self, error: wire.SendError) -> None:
+        index = self._open.pop(error.sequence_id, None)
+        if index is not None:
+            self._answers.refused[index] = BrokerError(error.error, error.message)
+            self._check_answered()
+
+    def lost(self, why: str) -> None:
+        if self.lost_because is None:
+            self.lost_because = why
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def _lose(self, why: str) -> None:
+        self._connection.leave(self._id)
+        self.lost(why)
+
+    def _check_answered(self) -> None:
+        if not self._open and self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+
+def _chunks(entries: Sequence[Entry], largest: int) -> Iterator[range]:
+    """What may be on its way together."""
+    start = 0
+    for index, entry in enumerate(entries):
+        size = len(entry.payload)
+        if size > largest:
+            if start < index:
+                yield range(start, index)
+            yield range(index, index + 1)
+            start, largest = index + 1, size
+    if start < len(entries):
+        yield range(start, len(entries))

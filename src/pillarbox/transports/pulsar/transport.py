@@ -1,0 +1,337 @@
+"""Apache Pulsar, exactly once: a lane's numbers, the broker's deduplication, and a producer name that is the lane's.
+
+We speak the broker's protocol ourselves, because a batch is deduplicated only if it carries its first and its highest
+number, which the official client for Python never sends. See docs/how-to/pulsar.md for what is promised and what breaks
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeVar
+
+from ...errors import ConfigurationError
+from ...transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
+from . import wire_pb2 as wire
+from .address import check_admin_url, parse_address
+from .admin import PulsarAdmin
+from .client import Client
+from .connection import DEFAULT_MESSAGE_LIMIT, BrokerError
+from .credentials import Credentials, Tls
+from .entries import Compression, Cut, Cutter
+from .frames import Entry, size_of
+from .names import TopicName, partition_of
+from .producer import Answers, Producer
+
+_Kind = TypeVar("_Kind", bound=StrEnum)
+
+ROOM = 16_384
+"""What the metadata of an entry takes at most, beside its messages."""
+_OURS = frozenset({wire.NotAllowedError, wire.ChecksumError})
+"""Errors that are about the entry, not about the broker."""
+_THIS_TOPIC = frozenset({
+    wire.AuthorizationError, wire.TopicNotFound, wire.TopicTerminatedError, wire.InvalidTopicName, wire.NotAllowedError,
+    wire.ProducerBlockedQuotaExceededError, wire.ProducerBlockedQuotaExceededException, wire.IncompatibleSchema,
+    wire.MetadataError,
+})  # fmt: skip
+"""Errors at opening that are about one topic: the others can go on."""
+
+
+RECOUNT = 60.0
+"""Seconds after which we look again how many partitions a topic has."""
+IDLE = 300.0
+"""Seconds after which a producer that sends nothing is closed, when others are opened."""
+
+
+class _Topic(NamedTuple):
+    partitions: int
+    places: tuple[str, ...]
+    seen: float
+
+
+class Guarantee(StrEnum):
+    """How often a message may be on the topic."""
+
+    EXACTLY_ONCE = "exactly_once"
+    AT_LEAST_ONCE = "at_least_once"
+
+
+class PulsarTransport:
+    """A `Publisher` for a Pulsar cluster.
+
+    ``url`` is the binary protocol's (``pulsar://host:6650``, several hosts separated by commas, ``pulsar+ssl://`` for
+    TLS), ``admin_url`` the REST interface's: there we see that deduplication is on, without which ``exactly_once`` is
+    refused. ``entries`` cut ``by_key`` are right for every subscription; ``mixed`` ones are faster, and wrong for
+    key_shared. Payloads from ``compress_from`` bytes on are compressed, if ``compression`` says so.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_url: str | None = None,
+        guarantee: Literal["exactly_once", "at_least_once"] = "exactly_once",
+        entries: Literal["by_key", "mixed"] = "by_key",
+        compression: Literal["none", "lz4", "zstd"] = "none",
+        compress_from: int = 4_096,
+        max_message_bytes: int = DEFAULT_MESSAGE_LIMIT,
+        credentials: Credentials | None = None,
+        tls: Tls | None = None,
+        timeout: float = 5.0,
+        keep_alive: float = 5.0,
+    ) -> None:
+        address = parse_address(url)
+        if address.options:
+            raise ConfigurationError(f"a Pulsar address has no option {next(iter(address.options))!r}")
+        admin_url = address.admin_url if admin_url is None else check_admin_url(admin_url)
+        credentials, tls = credentials or address.credentials, tls or address.tls
+        self._guarantee = _choice("guarantee", Guarantee, guarantee)
+        self._cutter = Cutter(
+            cut := _choice("entries", Cut, entries), _choice("compression", Compression, compression), compress_from
+        )
+        if timeout <= 0 or keep_alive <= 0 or max_message_bytes <= ROOM or compress_from < 0:
+            raise ConfigurationError(
+                f"timeout and keep_alive must be above 0, max_message_bytes above {ROOM} and compress_from not below 0"
+            )
+        numbered = self._guarantee is Guarantee.EXACTLY_ONCE
+        if numbered and admin_url is None:
+            raise ConfigurationError(
+                "exactly_once needs admin_url, the address of the REST interface: only there can be seen that "
+                "deduplication is on; without it say guarantee='at_least_once'"
+            )
+        self._capabilities = Capabilities(
+            max_body_bytes=max_message_bytes - ROOM,
+            numbered=numbered,
+            grouped=cut is Cut.BY_KEY,
+        )
+        self._limit = max_message_bytes
+        self._client = Client(address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive)
+        self.admin = PulsarAdmin(admin_url, credentials, tls) if admin_url is not None else None
+        self._timeout = timeout
+        self._producers: dict[str, dict[str, Producer]] = {}
+        """By name, then by physical topic."""
+        self._topics: dict[str, _Topic] = {}
+        self._deduplicating: set[str] = set()
+        self._largest: dict[str, int] = {}
+        """The largest payload that a topic has stored."""
+        self._entry_limits: dict[str, int] = {}
+        """Of topics that take less than their broker does."""
+        self._numbers: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"PulsarTransport({self._client})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def preflight(self, message: Message) -> str | None:
+        limit = self._limit - ROOM
+        if len(message.body) > limit // 2 or len(message.headers) > 50:
+            size = size_of(message)
+            if size > limit:
+                return f"the message has {size:,} bytes with its headers, and the broker takes {limit:,}"
+        return self._misnamed(message.topic)
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+        lasts: dict[str, int] = {}
+        refused: dict[str, str] = {}
+        for topic in topics:
+            try:
+                opened = self._standing(producer, topic) or await self._open(producer, topic, producer)
+            except BrokerError as error:
+                if error.code not in _THIS_TOPIC:
+                    raise
+                refused[topic] = str(error)
+            except ConfigurationError as error:
+                refused[topic] = str(error)
+            else:
+                lasts |= {place: each.last for place, each in opened.items()}
+        if refused:
+            raise TopicsRefusedError(refused)
+        return lasts
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions the topic has, as far as we know since it was opened; 0 if it has none."""
+        known = self._topics.get(topic)
+        return 0 if known is None else known.partitions
+
+    def place(self, topic: str, key: str, partitions: int) -> str:
+        """The partition that a key belongs to, of so many."""
+        return _place(topic, partition_of(key, partitions))
+
+    def _standing(self, owner: str, topic: str) -> dict[str, Producer] | None:
+        """The producers of a topic, if all of them are open."""
+        known = self._topics.get(topic)
+        held = self._producers.get(owner)
+        if known is None or held is None or known.seen + RECOUNT < asyncio.get_running_loop().time():
+            return None
+        found = {place: held[place] for place in known.places if place in held and held[place].lost_because is None}
+        return found if len(found) == len(known.places) else None
+
+    async def _open(self, owner: str, topic: str, name: str | None) -> dict[str, Producer]:
+        """Open what is not open of a topic: one producer, or one for each of its partitions."""
+        parsed = TopicName.parse(topic)
+        if self._capabilities.numbered:
+            await self._check_deduplication(topic, parsed)
+        now = asyncio.get_running_loop().time()
+        count = await self._client.partitions(parsed)
+        places = {str(each): each for each in map(parsed.partition, range(count))} or {topic: parsed}
+        self._topics[topic] = _Topic(count, tuple(places), now)
+        held = self._producers.setdefault(owner, {})
+        self._close_idle(held, now)
+        missing = [place for place in places if place not in held or held[place].lost_because is not None]
+        opened = await asyncio.gather(*(self._open_place(places[place], name) for place in missing))
+        held |= zip(missing, opened, strict=True)
+        return {place: held[place] for place in places}
+
+    def _close_idle(self, held: dict[str, Producer], now: float) -> None:
+        """A lane may have a topic for each tenant, and most tenants rest most of the time. The broker remembers the
+        numbers, and so does the lane.
+        """
+        for place, producer in list(held.items()):
+            if producer.used + IDLE < now:
+                producer.close()
+                del held[place]
+
+    async def _open_place(self, place: TopicName, name: str | None) -> Producer:
+        connection = await self._client.broker_of(place)
+        producer = await Producer.open(connection, str(place), name, patience=self._timeout)
+        self._limit = min(self._limit, producer.message_limit)
+        return producer
+
+    async def _check_deduplication(self, topic: str, name: TopicName) -> None:
+        if self.admin is None or topic in self._deduplicating:
+            return
+        if not await self.admin.is_deduplicating(name):
+            raise ConfigurationError(
+                f"deduplication is off for {name}, so it cannot be written exactly once: run `pillarbox topics apply`, "
+                f"or `pulsar-admin namespaces set-deduplication {name.namespace_name} --enable`, or say "
+                "guarantee='at_least_once'"
+            )
+        self._deduplicating.add(topic)
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        if not self._capabilities.numbered:
+            messages = await self._made_ready(producer, messages)
+        held = self._producers.get(producer, {})
+        parts = list(_by_place(messages))
+        for place, _, _ in parts:
+            known = held.get(place)
+            if known is None or known.lost_because is not None:
+                why = "it is not open" if known is None else known.lost_because
+                return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{place}: {why}")
+        answered = await asyncio.gather(*(self._publish(held[place], some, where) for place, some, where in parts))
+        return _outcome(answered)
+
+    async def close(self, producer: str | None = None) -> None:
+        owners = list(self._producers) if producer is None else [producer]
+        for owner in owners:
+            for held in self._producers.pop(owner, {}).values():
+                held.close()
+        if producer is None:
+            self._client.close()
+            if self.admin is not None:
+                await self.admin.close()
+
+    async def _publish(
+        self, producer: Producer, messages: Sequence[Message], indexes: Sequence[int]
+    ) -> tuple[Sequence[Entry], Answers]:
+        topic = producer.topic
+        limit = min(self._limit - ROOM, self._entry_limits.get(topic, self._limit))
+        entries = self._cutter.entries(messages, indexes, max_bytes=limit)
+        answers = await producer.publish(entries, largest=self._largest.get(topic, 0))
+        if answers.stored:
+            self._largest[topic] = max(
+                self._largest.get(topic, 0), *[len(entries[index].payload) for index in answers.stored]
+            )
+        for index, error in list(answers.refused.items()):
+            entry = entries[index]
+            if error.code == wire.NotAllowedError and len(entry.messages) > 1:
+                # The topic takes less than its broker. Nothing was sent behind it: the same messages come again, in
+                # smaller entries.
+                self._entry_limits[topic] = max(1, len(entry.payload) // 2)
+                del answers.refused[index]
+                answers.lost = str(error)
+            elif error.code not in _OURS:
+                del answers.refused[index]
+                answers.lost = str(error)
+        if answers.lost is not None:
+            producer.close()  # whoever goes on must first ask what it has
+        return entries, answers
+
+    async def _made_ready(self, owner: str, messages: Sequence[Message]) -> Sequence[Message]:
+        """Without numbers of the lane: open what is needed, and count for ourselves."""
+        for topic in {message.topic for message in messages}:
+            if self._standing(owner, topic) is None:
+                await self._open(owner, topic, None)
+        ready: list[Message] = []
+        start = self._numbers.get(owner, 0)
+        for number, message in enumerate(messages, start=start + 1):
+            count = self.partitions(message.topic)
+            place = self.place(message.topic, message.key, count) if count else ""
+            ready.append(Message(message.topic, message.key, message.body, message.headers, number, place))
+        self._numbers[owner] = start + len(messages)
+        return ready
+
+    def _misnamed(self, topic: str) -> str | None:
+        if topic in self._topics:
+            return None
+        try:
+            TopicName.parse(topic)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
+
+@lru_cache(maxsize=65_536)
+def _place(topic: str, partition: int) -> str:
+    return str(TopicName.parse(topic).partition(partition))
+
+
+def _by_place(messages: Sequence[Message]) -> Iterator[tuple[str, Sequence[Message], Sequence[int]]]:
+    """The messages of each physical topic, and where they were."""
+    first = messages[0]
+    if len({(message.topic, message.place) for message in messages}) == 1:
+        yield first.place or first.topic, messages, range(len(messages))
+        return
+    found: dict[str, tuple[list[Message], list[int]]] = {}
+    for index, message in enumerate(messages):
+        part = found.setdefault(message.place or message.topic, ([], []))
+        part[0].append(message)
+        part[1].append(index)
+    for place, (part_messages, indexes) in found.items():
+        yield place, part_messages, indexes
+
+
+def _outcome(answered: Sequence[tuple[Sequence[Entry], Answers]]) -> Outcome:
+    accepted: list[int] = []
+    duplicates: list[int] = []
+    rejected: list[Rejection] = []
+    reason = ""
+    unfinished: Verdict | None = None
+    for entries, answers in answered:
+        for index in answers.stored:
+            accepted += entries[index].indexes
+        for index in answers.duplicates:
+            duplicates += entries[index].indexes
+        for index, error in answers.refused.items():
+            rejected.append(Rejection(entries[index].indexes[0], str(error)))
+        if answers.lost is not None:
+            unfinished, reason = Verdict.UNKNOWN, answers.lost
+    accepted += duplicates
+    return Outcome(accepted, rejected, duplicates, unfinished, reason)
+
+
+def _choice(name: str, kind: type[_Kind], value: str) -> _Kind:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(f"{name} is one of {', '.join(kind)}, not {value!r}") from None
