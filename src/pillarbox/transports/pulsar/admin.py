@@ -1,0 +1,252 @@
+"""Pulsar's REST interface, as far as we need it: what is there, what is set, and how to make what is missing.
+
+Nothing here takes anything away. Whoever asks learns one of four things: the answer, that it is not there (None or
+False), that the broker is not available (an `OSError`), or that it refuses (`ConfigurationError`, with what to do).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urljoin, urlsplit
+
+from ...errors import ConfigurationError
+from ...redaction import redacted
+from .address import check_admin_url
+from .credentials import Anonymous, Credentials, Tls, load_httpx, said
+from .names import TopicName
+
+TIMEOUT = 15.0
+"""Seconds that one answer may take."""
+_REDIRECTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """For how long messages are kept that nobody waits for. -1: without limit; both 0: not at all."""
+
+    minutes: int
+    megabytes: int
+
+    def __str__(self) -> str:
+        if not self.minutes and not self.megabytes:
+            return "not at all"
+        time = "for ever" if self.minutes == -1 else f"for {self.minutes / 60:g} h"
+        return time if self.megabytes == -1 else f"{time}, up to {self.megabytes:,} MB"
+
+    def covers(self, other: Retention) -> bool:
+        """Whether it keeps all that the other one keeps."""
+        endless = float("inf")
+        pairs = ((self.minutes, other.minutes), (self.megabytes, other.megabytes))
+        return all((endless if mine == -1 else mine) >= (endless if its == -1 else its) for mine, its in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What is set for a namespace. None: nothing, so the broker's own settings hold."""
+
+    deduplication: bool | None = None
+    retention: Retention | None = None
+
+
+class PulsarAdmin:
+    """A client of the REST interface. Opens a connection when it is first asked; `close` it, or use ``async with``."""
+
+    def __init__(self, url: str, credentials: Credentials | None = None, tls: Tls | None = None) -> None:
+        self.url = check_admin_url(url)
+        self._credentials = credentials or Anonymous()
+        self._tls = tls or Tls()
+        self._client: Any = None
+
+    def __repr__(self) -> str:
+        return f"PulsarAdmin({self.url!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of connections. Twice is fine."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+    # -- tenants and namespaces ----------------------------------------------------------------------------------------
+
+    async def has_tenant(self, tenant: str) -> bool:
+        """Whether it is there."""
+        return await self._get(f"tenants/{quote(tenant, safe='')}") is not None
+
+    async def create_tenant(self, tenant: str) -> bool:
+        """Make it, for all clusters; False if it was there."""
+        body = {"allowedClusters": await self._get("clusters") or [], "adminRoles": []}
+        return await self._create(f"tenants/{quote(tenant, safe='')}", body)
+
+    async def policies(self, namespace: str) -> Policies | None:
+        """What is set for ``tenant/namespace``; None if it is not there."""
+        found = await self._get(f"namespaces/{quote(namespace)}")
+        if found is None:
+            return None
+        kept = found.get("retention_policies")
+        retention = Retention(kept["retentionTimeInMinutes"], kept["retentionSizeInMB"]) if kept else None
+        return Policies(found.get("deduplicationEnabled"), retention)
+
+    async def create_namespace(self, namespace: str, policies: Policies) -> bool:
+        """Make ``tenant/namespace`` with these policies, at once; False if it was there, whatever is set for it."""
+        body: dict[str, Any] = {}
+        if policies.deduplication is not None:
+            body["deduplicationEnabled"] = policies.deduplication
+        if policies.retention is not None:
+            body["retention_policies"] = _retention(policies.retention)
+        return await self._create(f"namespaces/{quote(namespace)}", body)
+
+    async def enable_deduplication(self, namespace: str) -> None:
+        """For all topics of ``tenant/namespace`` that say nothing else themselves."""
+        await self._tell("POST", f"namespaces/{quote(namespace)}/deduplication", body=True)
+
+    async def set_retention(self, namespace: str, retention: Retention) -> None:
+        """For all topics of ``tenant/namespace`` that say nothing else themselves."""
+        await self._tell("POST", f"namespaces/{quote(namespace)}/retention", _retention(retention))
+
+    # -- topics --------------------------------------------------------------------------------------------------------
+
+    async def partitions(self, topic: TopicName) -> int | None:
+        """How many it has, 0 if it is not partitioned; None if it is not there."""
+        found = await self._get(f"{topic.path}/partitions")
+        count = None if found is None else int(found["partitions"])
+        # Older brokers say 0 of a topic that they would make if somebody used it.
+        return None if count == 0 and await self.stats(topic) is None else count
+
+    async def create_topic(self, topic: TopicName, partitions: int = 0) -> bool:
+        """Make it, with so many partitions, or as one topic; False if it was there, with whatever partitions."""
+        path = f"{topic.path}/partitions" if partitions else topic.path
+        return await self._create(path, partitions or None)
+
+    async def grow(self, topic: TopicName, partitions: int) -> None:
+        """Give a partitioned topic more of them. Keys move to other partitions by that."""
+        await self._tell("POST", f"{topic.path}/partitions", partitions)
+
+    async def stats(self, topic: TopicName) -> dict[str, Any] | None:
+        """Of a topic that is not partitioned, or of one partition; None if it is not there."""
+        found: dict[str, Any] | None = await self._get(f"{topic.path}/stats")
+        return found
+
+    async def unload(self, topic: TopicName) -> bool:
+        """Let a broker take it anew; False if it is not there. Producers are told to come again."""
+        return (await self._request("PUT", f"{topic.path}/unload")) is not None
+
+    async def deduplication_of(self, topic: TopicName, *, applied: bool = False) -> bool | None:
+        """What is set for the topic itself or, ``applied``, what holds for it; None if that cannot be asked."""
+        path = f"{topic.whole.path}/deduplicationEnabled?applied={'true' if applied else 'false'}"
+        # 405: this broker has no policies for topics. 412: none for this one.
+        response = await self._request("GET", path, also=(405, 412))
+        return None if response is None or response.status_code != 200 else _decoded(response)
+
+    async def is_deduplicating(self, topic: TopicName) -> bool:
+        """Whether the broker drops what it has stored before: the topic says so, else its namespace, else the broker.
+
+        A topic that does not exist yet is answered for as if it were made now.
+        """
+        applied = await self.deduplication_of(topic, applied=True)
+        if applied is not None:
+            return applied
+        found = await self.policies(topic.namespace_name)
+        if found is not None and found.deduplication is not None:
+            return found.deduplication
+        return (await self.runtime()).get("brokerDeduplicationEnabled") == "true"
+
+    # -- the broker ----------------------------------------------------------------------------------------------------
+
+    async def runtime(self) -> dict[str, str]:
+        """The broker's own settings. Many brokers show them to superusers only."""
+        return await self._get("brokers/configuration/runtime") or {}
+
+    async def max_message_size(self) -> int | None:
+        """The most bytes that the broker takes in one entry, if it says so."""
+        size = (await self.runtime()).get("maxMessageSize")
+        return None if size is None else int(size)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> Any:
+        response = await self._request("GET", path)
+        return None if response is None else _decoded(response)
+
+    async def _create(self, path: str, body: Any) -> bool:
+        response = await self._request("PUT", path, body, also=(409,))
+        if response is None:
+            raise ConfigurationError(f"{self.url} cannot make {path}: what it belongs to is not there")
+        return bool(response.status_code != 409)
+
+    async def _tell(self, method: str, path: str, body: Any) -> None:
+        if await self._request(method, path, body) is None:
+            raise ConfigurationError(f"{self.url} has no {path}: it was removed, or never made")
+
+    async def _request(self, method: str, path: str, body: Any = None, also: tuple[int, ...] = ()) -> Any:
+        """The answer; None for a 404. Statuses in ``also`` are answers, too."""
+        httpx = load_httpx("Pulsar's REST interface")
+        url = f"{self.url}/admin/v2/{path}"
+        content = None if body is None else json.dumps(body)
+        try:
+            if self._client is None:
+                self._client = httpx.AsyncClient(verify=self._tls.context(), timeout=TIMEOUT, trust_env=False)
+            for _ in range(_REDIRECTS):
+                response = await self._client.request(method, url, content=content, headers=await self._headers())
+                if response.status_code not in (302, 307, 308):
+                    return self._checked(response, f"{method} {path}", also)
+                url = self._elsewhere(url, response.headers.get("location", ""))
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{self.url} cannot be reached: {said(error)}") from None
+        raise ConnectionError(f"{self.url} sends us from one broker to the next")
+
+    async def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json, */*"}
+        if self._credentials.method == "token":
+            headers["Authorization"] = f"Bearer {(await self._credentials.secret()).decode()}"
+        return headers
+
+    def _elsewhere(self, url: str, location: str) -> str:
+        """Where a broker sends us that does not own the topic. The client would go there without our token."""
+        try:
+            target = urljoin(url, location)
+            scheme = urlsplit(target).scheme
+        except ValueError:
+            raise ConnectionError(f"{self.url} sends us to {redacted(location)!r}, which is no address") from None
+        if scheme not in ("http", "https") or (scheme == "http" and self.url.startswith("https:")):
+            raise ConfigurationError(f"{self.url} sends us to {redacted(target)}, which is less safe than itself")
+        return target
+
+    def _checked(self, response: Any, what: str, also: tuple[int, ...]) -> Any:
+        status = response.status_code
+        if 200 <= status < 300 or status in also:
+            return response
+        if status == 404:
+            return None
+        try:
+            reason = response.json()["reason"]
+        except (ValueError, KeyError, TypeError):
+            reason = response.reason_phrase
+        told = f"{self.url} answers {status} to {what}: {redacted(str(reason))}"
+        if status in (401, 403):
+            raise ConfigurationError(f"{told}; give credentials whose role may do this (an admin of the tenant)")
+        if status >= 500 or status in (408, 429):
+            raise ConnectionError(told)
+        raise ConfigurationError(told)
+
+
+def _decoded(response: Any) -> Any:
+    """Brokers leave an answer empty where nothing is set."""
+    try:
+        return response.json() if response.content else None
+    except ValueError:
+        raise ConnectionError(f"{redacted(str(response.url))} answers with something that is no JSON") from None
+
+
+def _retention(retention: Retention) -> dict[str, int]:
+    return {"retentionTimeInMinutes": retention.minutes, "retentionSizeInMB": retention.megabytes}

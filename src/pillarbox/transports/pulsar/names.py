@@ -1,0 +1,111 @@
+"""Names of topics, and the partition of a key.
+
+A name is completed and checked before anything is asked of a broker: what a broker would take for another topic, for
+another path of its REST interface, or for a partition of somebody else's topic is refused here, with what to write.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+from urllib.parse import quote
+
+from ...errors import ConfigurationError
+
+# The broker checks tenants and namespaces by this, and topics by nothing: it would take `..`, blanks and slashes.
+_PART = re.compile(r"[-=:.\w]+", re.ASCII)
+_PARTITION = re.compile(r"-partition-(\d+)\Z", re.ASCII)
+_SCHEME = "persistent://"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicName:
+    """A persistent topic, or one partition of it. `parse` checks; the constructor does not."""
+
+    tenant: str
+    namespace: str
+    topic: str
+
+    @classmethod
+    def parse(cls, text: str, *, partition: bool = False) -> Self:
+        """From ``persistent://tenant/namespace/topic``, ``tenant/namespace/topic`` or ``topic`` (in public/default).
+
+        A name that ends in ``-partition-3`` is one that brokers give: it is refused unless ``partition`` allows it.
+        """
+        scheme, found, rest = text.rpartition("://")
+        if found and scheme == "non-persistent":
+            raise ConfigurationError(
+                f"topic {text!r}: a non-persistent topic stores and deduplicates nothing; write {_SCHEME}..."
+            )
+        parts = rest.split("/")
+        if not found and len(parts) == 1:
+            parts = ["public", "default", rest]
+        if (found and scheme != "persistent") or len(parts) != 3:
+            raise ConfigurationError(f"topic {text!r}: write {_SCHEME}tenant/namespace/topic")
+        for kind, part in zip(("tenant", "namespace", "topic"), parts, strict=True):
+            if not _PART.fullmatch(part) or not part.strip("."):
+                raise ConfigurationError(
+                    f"topic {text!r}: {part!r} is no name for a {kind}; use letters, digits and any of _ - = : ."
+                )
+        if not partition and _PARTITION.search(parts[2]):
+            raise ConfigurationError(
+                f"topic {text!r}: names that end in -partition-N belong to the partitions of another topic; "
+                "name that topic, or choose another name"
+            )
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.tenant}/{self.namespace}/{self.topic}"
+
+    @property
+    def path(self) -> str:
+        """Where the REST interface keeps it."""
+        return "persistent/" + "/".join(quote(each, safe="") for each in (self.tenant, self.namespace, self.topic))
+
+    @property
+    def namespace_name(self) -> str:
+        """Tenant and namespace, as the REST interface writes them."""
+        return f"{self.tenant}/{self.namespace}"
+
+    @property
+    def whole(self) -> Self:
+        """The topic that this is a partition of; itself, if it is none."""
+        return type(self)(self.tenant, self.namespace, _PARTITION.sub("", self.topic))
+
+    def partition(self, number: int) -> Self:
+        """One of its partitions, which is a topic by itself."""
+        return type(self)(self.tenant, self.namespace, f"{self.topic}-partition-{number}")
+
+
+def partition_of(key: str, partitions: int) -> int:
+    """Where a key belongs, of at least one partition: as Pulsar's clients choose by the hashing scheme Murmur3_32Hash.
+
+    That is not the default of the Java client: a producer of yours that writes to the same topic must be told.
+    """
+    return _hash_of(key) % partitions
+
+
+@lru_cache(maxsize=65_536)
+def _hash_of(key: str) -> int:
+    return murmur3_32(key.encode()) & 0x7FFF_FFFF  # Java's integers have a sign, and the clients drop it
+
+
+def murmur3_32(data: bytes) -> int:
+    """MurmurHash3 for 32 bits with seed 0, unsigned."""
+    state = 0
+    whole = len(data) & ~3
+    for (word,) in struct.iter_unpack("<I", data[:whole]):
+        state ^= _mixed(word)
+        state = (((state << 13) | (state >> 19)) * 5 + 0xE654_6B64) & 0xFFFF_FFFF
+    state ^= _mixed(int.from_bytes(data[whole:], "little")) ^ len(data)
+    state = ((state ^ (state >> 16)) * 0x85EB_CA6B) & 0xFFFF_FFFF
+    state = ((state ^ (state >> 13)) * 0xC2B2_AE35) & 0xFFFF_FFFF
+    return state ^ (state >> 16)
+
+
+def _mixed(word: int) -> int:
+    word = (word * 0xCC9E_2D51) & 0xFFFF_FFFF
+    return (((word << 15) | (word >> 17)) * 0x1B87_3593) & 0xFFFF_FFFF
