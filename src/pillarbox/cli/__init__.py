@@ -28,6 +28,7 @@ _COMMANDS = {
     "migrate": "Bring the database to the schema of this release.",
     "outbox": "Look into the outbox, and mend what has failed.",
     "relay": "Send what the outbox holds.",
+    "topics": "Prepare Pulsar for the topics of your routes.",
     "trace": "Tell the life of an event.",
     "why": "Say what holds an event back.",
 }

@@ -130,7 +130,7 @@ async def _opened(settings: Settings, reference: str | None) -> AsyncIterator[Pi
             transports = {name: connect(name, address) for name, address in settings.transports.items()}
             box = Pillarbox(await stack.enter_async_context(opened(settings)), transports=transports)
         else:
-            box = _load(reference)
+            box = load_box(reference)
         await stack.enter_async_context(box)
         if reference is not None:
             await stack.enter_async_context(reached(box.engine, f"the URL of {reference}"))
@@ -154,7 +154,8 @@ async def _check_name(box: Pillarbox, name: str | None) -> None:
         logger.warning("a relay called %s was there a moment ago: if it still is, only one of the two sends", name)
 
 
-def _load(reference: str) -> Pillarbox:
+def load_box(reference: str) -> Pillarbox:
+    """The box that MODULE:BOX names."""
     module, _, name = reference.partition(":")
     if not module:
         raise CommandError(f"{reference!r} names no module: write MODULE:BOX", Exit.USAGE)

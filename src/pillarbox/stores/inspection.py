@@ -474,6 +474,18 @@ def route_named(connection: Connection, name: str) -> RouteRecord | None:
     return None if row is None else route_record(row._mapping)
 
 
+def routes_to(connection: Connection, destinations: Collection[str]) -> list[RouteRecord]:
+    """The routes that lead to these destinations, as far as the database knows them."""
+    found = select(routes).where(routes.c.destination.in_(destinations)).order_by(routes.c.name)
+    return [route_record(row._mapping) for row in connection.execute(found)]
+
+
+def topics_of(connection: Connection, route: RouteRecord) -> list[str]:
+    """The topics of all deliveries of a route that are in the outbox: what its template has become so far."""
+    found = select(outbox.c.topic).where(outbox.c.route == route.id).distinct()
+    return sorted(connection.execute(found).scalars())
+
+
 def tenant_states(connection: Connection) -> list[TenantState]:
     """Tenants that are paused or held to a rate."""
     held = or_(tenants.c.paused, tenants.c.rate.is_not(None))

@@ -213,11 +213,8 @@ class PulsarAdmin:
 
     def _elsewhere(self, url: str, location: str) -> str:
         """Where a broker sends us that does not own the topic. The client would go there without our token."""
-        try:
-            target = urljoin(url, location)
-            scheme = urlsplit(target).scheme
-        except ValueError:
-            raise ConnectionError(f"{self.url} sends us to {redacted(location)!r}, which is no address") from None
+        target = urljoin(url, location)  # the client has seen that it is a URL
+        scheme = urlsplit(target).scheme
         if scheme not in ("http", "https") or (scheme == "http" and self.url.startswith("https:")):
             raise ConfigurationError(f"{self.url} sends us to {redacted(target)}, which is less safe than itself")
         return target

@@ -1,0 +1,194 @@
+"""``pillarbox topics``: real processes, a real database, a real Pulsar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+from dataclasses import dataclass
+from uuid import uuid4
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pillarbox import Pillarbox, Route
+from pillarbox.cli.output import Exit
+from pillarbox.transports.memory import MemoryTransport
+from tests.e2e import test_cli
+from tests.e2e.test_cli import CommandLine, ItemStored, on_sqlite
+from tests.servers import Database
+from tests.web import free_port
+
+pillarbox = test_cli.pillarbox
+database = test_cli.database
+migrated = test_cli.migrated
+
+pytestmark = on_sqlite
+
+
+@dataclass(frozen=True)
+class Pulsar:
+    url: str
+    admin_url: str
+
+
+@pytest.fixture(scope="session")
+def pulsar() -> Pulsar:  # replaced by tests/conftest.py on merge
+    if "PULSAR_ADMIN_URL" not in os.environ:
+        pytest.skip("PULSAR_URL and PULSAR_ADMIN_URL name no broker")
+    return Pulsar(os.environ["PULSAR_URL"], os.environ["PULSAR_ADMIN_URL"])
+
+
+@pytest.fixture
+def tenants() -> tuple[str, str]:
+    name = uuid4().hex[:10]
+    return f"a-{name}", f"b-{name}"
+
+
+@pytest.fixture
+def routed(migrated: Database, pillarbox: CommandLine, pulsar: Pulsar, tenants: tuple[str, str]) -> CommandLine:
+    """A box that has two routes to Pulsar, one of them with a topic per tenant, and one to somewhere else."""
+    asyncio.run(_write(migrated.url(), [], tenants[0]))
+    address = f"{pulsar.url}?admin={pulsar.admin_url}"
+    transports = json.dumps({"broker": address, "archive": "logging:"})
+    pillarbox.environment["PILLARBOX_TRANSPORTS"] = transports
+    return pillarbox
+
+
+async def _write(url: str, tenants: list[str], namespace: str) -> None:
+    engine = create_async_engine(url)
+    routes = [
+        Route("stock.**", to="broker", topic="persistent://{tenant}/stock/events"),
+        Route("orders.**", to="broker", topic=f"{namespace}/orders/events"),
+        Route("invoices.**", to="archive", topic="somewhere else"),
+    ]
+    box = Pillarbox(engine, transports={"broker": MemoryTransport(), "archive": MemoryTransport()}, routes=routes)
+    await box.register()
+    for tenant in tenants:
+        async with box.unit_of_work(tenant=tenant) as uow:
+            uow.publish(ItemStored(sku="a"), key="A")
+    await engine.dispose()
+
+
+def actions(document: dict[str, list[dict[str, str]]], part: str = "steps") -> list[str]:
+    return [f"{each['action']} {each['target']}" for each in document[part]]
+
+
+def test_plan_apply_plan(routed: CommandLine, tenants: tuple[str, str]) -> None:
+    one, two = tenants
+    options = ["--tenants", f"{one},{two}", "--partitions", "2", "--retention-hours", "72"]
+    planned = routed.json("topics", "plan", *options)
+    assert actions(planned) == [
+        *(f"create tenant {each}" for each in (one, two)),
+        *(f"create namespace {each}" for each in (f"{one}/orders", f"{one}/stock", f"{two}/stock")),
+        *(f"create topic persistent://{each}/events" for each in (f"{one}/orders", f"{one}/stock", f"{two}/stock")),
+    ]
+    assert (planned["conflicts"], planned["missing"]) == ([], [])
+    lines = routed("topics", "plan", *options).stdout.splitlines()
+    assert lines[0].split() == ["TRANSPORT", "ACTION", "TARGET", "DETAIL"]
+    assert lines[3].split(None, 4)[3:] == [f"{one}/orders", "deduplicates; keeps messages for 72 h"]
+
+    asked = routed("topics", "apply", *options, code=Exit.USAGE)
+    assert "this would do 8 steps in http://" in asked.stderr
+    assert len(asked.stdout.splitlines()) == 9
+    assert routed.json("topics", "apply", *options, "--yes")["applied"] == 8
+    assert routed("topics", "plan", *options).stdout == "3 topics: nothing to do\n"
+    assert routed("topics", "apply", *options).stdout == "3 topics: nothing to do\n"
+    assert routed.json("topics", "apply", *options, "--transport", "broker")["applied"] == 0
+
+
+def test_a_conflict_is_left_to_people(routed: CommandLine, tenants: tuple[str, str]) -> None:
+    one, _ = tenants
+    options = ["--tenants", one, "--partitions"]
+    done = routed("topics", "apply", *options, "4", "--yes").stdout.splitlines()
+    assert done[-1] == "5 steps done"
+    found = routed.json("topics", "plan", *options, "2", code=Exit.PROBLEM)
+    assert (found["steps"], len(found["conflicts"])) == ([], 2)
+    assert "none can be taken away" in found["conflicts"][0]["detail"]
+    more = routed.json("topics", "apply", *options, "6", "--retention-mb", "10", "--yes", code=Exit.PROBLEM)
+    assert more["applied"] == 2
+    assert actions(more) == [f"grow topic persistent://{one}/{each}/events" for each in ("orders", "stock")]
+    assert actions(more, "conflicts") == [f"conflict {one}/{each}" for each in ("orders", "stock")]
+
+
+def test_tenants_come_from_the_outbox(routed: CommandLine, migrated: Database, tenants: tuple[str, str]) -> None:
+    missing = routed.json("topics", "plan", code=Exit.PROBLEM)["missing"]
+    assert missing == [
+        "route broker:persistent://{tenant}/stock/events: the outbox has none of its deliveries yet; say --tenants"
+    ]
+    asyncio.run(_write(migrated.url(), [*tenants, tenants[0]], tenants[0]))
+    assert routed.json("topics", "plan")["topics"] == [
+        f"persistent://{tenants[0]}/orders/events",
+        *(f"persistent://{each}/stock/events" for each in tenants),
+    ]
+
+
+def test_a_person_is_asked(routed: CommandLine, tenants: tuple[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    process = routed.start("topics", "apply", "--tenants", tenants[0], stdin=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, b"n\n")
+    shown, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert (process.returncode, len(shown.splitlines())) == (Exit.PROBLEM, 6)
+    assert len(routed.json("topics", "plan", "--tenants", tenants[0])["steps"]) == 5
+
+
+def test_a_box_in_code(routed: CommandLine, migrated: Database, pulsar: Pulsar, tenants: tuple[str, str]) -> None:
+    program = f"""
+from pillarbox import Pillarbox, Route
+from pillarbox.transports.memory import MemoryTransport
+from pillarbox.transports.pulsar.admin import PulsarAdmin
+
+broker = MemoryTransport()
+broker.admin = PulsarAdmin({pulsar.admin_url!r})
+box = Pillarbox({migrated.url()!r}, transports={{"pulsar": broker, "other": MemoryTransport()}}, routes=[
+    Route("a.**", to="pulsar", topic="{tenants[0]}/{{aggregate}}/events"), Route("b.**", to="other", topic="x")])
+"""
+    (routed.folder / "shop.py").write_text(program)
+    planned = routed.json("topics", "plan", "shop:box", "--aggregates", "order,item", "--no-dedup")
+    assert actions(planned)[0] == f"create tenant {tenants[0]}"
+    assert planned["topics"] == [f"persistent://{tenants[0]}/{each}/events" for each in ("order", "item")]
+    assert "deduplicates" not in json.dumps(planned)
+
+
+class TestMistakes:
+    @pytest.mark.usefixtures("migrated")
+    def test_no_pulsar(self, pillarbox: CommandLine) -> None:
+        for transports in ("{}", '{"broker": "logging:"}'):
+            said = pillarbox.complaint("topics", "plan", code=Exit.SETTINGS, PILLARBOX_TRANSPORTS=transports)
+            assert "no transport leads to Pulsar" in said
+
+    @pytest.mark.usefixtures("migrated")
+    def test_addresses(self, pillarbox: CommandLine) -> None:
+        for address, what in (
+            ("pulsar://127.0.0.1:1", "write pulsar://127.0.0.1:1?admin=http://host:8080"),
+            ("pulsar://127.0.0.1:1?token=hidden", "holds a secret (token)"),
+        ):
+            transports = json.dumps({"broker": address})
+            said = pillarbox.complaint("topics", "plan", code=Exit.SETTINGS, PILLARBOX_TRANSPORTS=transports)
+            assert what in said
+            assert "hidden" not in said
+
+    def test_nobody_there(self, routed: CommandLine, tenants: tuple[str, str]) -> None:
+        transports = json.dumps({"broker": f"pulsar://127.0.0.1?admin=http://127.0.0.1:{free_port()}"})
+        arguments = ["topics", "plan", "--tenants", tenants[0]]
+        said = routed.complaint(*arguments, code=Exit.UNREACHABLE, PILLARBOX_TRANSPORTS=transports)
+        assert "cannot be reached" in said
+
+    def test_options(self, routed: CommandLine) -> None:
+        for arguments, what in (
+            (["--transport", "archive"], "'archive' does not lead to Pulsar; say broker"),
+            (["--tenants", "a,../b"], "'../b' cannot be part of a topic's name: write T1,T2."),
+            (["--tenants", "a,"], "'' cannot be part of a topic's name"),
+            (["--retention-hours", "0"], "say 0 for --retention-hours and --retention-mb"),
+            (["--partitions", "-1"], "--partitions"),
+        ):
+            assert what in routed.complaint("topics", "plan", *arguments, code=Exit.USAGE)
+
+    @pytest.mark.usefixtures("migrated")
+    def test_no_routes(self, pillarbox: CommandLine, pulsar: Pulsar) -> None:
+        transports = json.dumps({"other": f"{pulsar.url}?admin={pulsar.admin_url}"})
+        found = pillarbox.json("topics", "plan", code=Exit.PROBLEM, PILLARBOX_TRANSPORTS=transports)
+        assert found["missing"][0].startswith("no route leads to other: a box makes them known")
