@@ -13,4 +13,10 @@ def connect(name: str, address: str) -> Publisher:
         from .logging import LoggingTransport  # noqa: PLC0415  a transport is loaded when it is used
 
         return LoggingTransport()
-    raise ConfigurationError(f"transports: {name} has the address {scheme!r}, which is not known; use logging:")
+    if scheme in ("pulsar", "pulsar+ssl"):
+        from .pulsar import PulsarTransport  # noqa: PLC0415
+
+        return PulsarTransport(address)
+    raise ConfigurationError(
+        f"transports: {name} has the address {scheme!r}, which is not known; use logging: or pulsar://host:6650"
+    )

@@ -1,1 +1,19 @@
-"""Apache Pulsar, exactly once: a producer of our own, and what has to be there before it can publish."""
+"""Apache Pulsar: `PulsarTransport` publishes, exactly once where the broker deduplicates."""
+
+from __future__ import annotations
+
+from ...errors import MissingExtraError
+
+try:
+    import google.protobuf  # noqa: F401
+    import google_crc32c  # noqa: F401
+    import httpx  # noqa: F401
+    import lz4.block  # noqa: F401
+    import zstandard  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(f"Pulsar ({error.name})", extra="pulsar") from None
+
+from .credentials import Anonymous, Certificate, Credentials, OAuth2, Tls, Token
+from .transport import PulsarTransport
+
+__all__ = ["Anonymous", "Certificate", "Credentials", "OAuth2", "PulsarTransport", "Tls", "Token"]

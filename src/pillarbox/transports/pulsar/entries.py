@@ -51,24 +51,28 @@ class Cutter:
         self._compressor = _COMPRESSORS.get(compression)
         self._compress_from = compress_from
 
-    def entries(self, messages: Sequence[Message], indexes: Sequence[int], *, max_bytes: int) -> list[Entry]:
-        """``indexes`` say where in the request each message was. No entry of several is larger than ``max_bytes``."""
+    def entries(
+        self, messages: Sequence[Message], indexes: Sequence[int], *, max_bytes: int, after: int = -1
+    ) -> list[Entry]:
+        """``indexes`` say where in the request each message was. No entry of several is larger than ``max_bytes``, and
+        none goes across the number ``after``, which the broker has: it would drop the entry whole.
+        """
         return [self._entry(messages[start:end], indexes[start:end], parts)
-                for start, end, parts in self._runs(messages, min(max_bytes, MAX_BYTES))]  # fmt: skip
+                for start, end, parts in self._runs(messages, min(max_bytes, MAX_BYTES), after)]  # fmt: skip
 
-    def _runs(self, messages: Sequence[Message], limit: int) -> Iterator[tuple[int, int, list[bytes]]]:
+    def _runs(self, messages: Sequence[Message], limit: int, after: int) -> Iterator[tuple[int, int, list[bytes]]]:
         parts: list[bytes] = []
         start = size = 0
         key = messages[0].key if messages else ""
-        by_key = self._by_key
+        by_key, number = self._by_key, 0
         for index, message in enumerate(messages):
             head, body = packed(message)
             length = len(head) + len(body)
             full = size + length > limit or index - start >= MAX_MESSAGES or (by_key and message.key != key)
-            if full and index > start:
+            if (full or number <= after < message.number) and index > start:
                 yield start, index, parts
                 parts, start, size = [], index, 0
-            key = message.key
+            key, number = message.key, message.number
             parts += (head, body)
             size += length
         if parts:

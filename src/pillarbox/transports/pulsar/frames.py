@@ -87,9 +87,13 @@ class Entry(NamedTuple):
     def first(self) -> int:
         return self.messages[0].number
 
+    @property
+    def last(self) -> int:
+        return self.messages[-1].number
+
     def framed(self, producer_id: int, producer_name: str) -> bytes:
         """The entry as it goes over the wire."""
-        first, last, count = self.messages[0].number, self.messages[-1].number, len(self.messages)
+        first, last, count = self.first, self.last, len(self.messages)
         # Both carry the first and the last number: by the command the broker deduplicates, by the metadata it finds the
         # numbers again when it loads the topic.
         command = wire.Command(

@@ -43,8 +43,8 @@ class Producer:
         self.lost_because: str | None = None
         self._connection = connection
         self._id = connection.join(self)
-        self._open: dict[int, int] = {}
-        """Entries without an answer: their first numbers, and their indexes."""
+        self._open: dict[int, tuple[int, int]] = {}
+        """Entries without an answer, by their first number: their index, and their last number."""
         self._answers = Answers()
         self._answered: asyncio.Future[None] | None = None
 
@@ -96,7 +96,7 @@ class Producer:
             answers.lost = self.lost_because
             return False
         self._answers = answers
-        self._open = {entries[index].first: index for index in chunk}
+        self._open = {entries[index].first: (index, entries[index].last) for index in chunk}
         answered = self._answered = asyncio.get_running_loop().create_future()
         try:
             for index in chunk:
@@ -123,18 +123,18 @@ class Producer:
     # -- what the broker says ------------------------------------------------------------------------------------------
 
     def received(self, receipt: wire.SendReceipt) -> None:
-        index = self._open.pop(receipt.sequence_id, None)
-        if index is None:
-            return
-        duplicate = receipt.message_id.ledger_id == _DUPLICATE
-        (self._answers.duplicates if duplicate else self._answers.stored).append(index)
-        self.last = max(self.last, receipt.highest_sequence_id)
-        self._check_answered()
+        answered = self._open.pop(receipt.sequence_id, None)
+        if answered is not None:
+            index, last = answered
+            duplicate = receipt.message_id.ledger_id == _DUPLICATE
+            (self._answers.duplicates if duplicate else self._answers.stored).append(index)
+            self.last = max(self.last, last)
+            self._check_answered()
 
     def refused(self, error: wire.SendError) -> None:
-        index = self._open.pop(error.sequence_id, None)
-        if index is not None:
-            self._answers.refused[index] = BrokerError(error.error, error.message)
+        answered = self._open.pop(error.sequence_id, None)
+        if answered is not None:
+            self._answers.refused[answered[0]] = BrokerError(error.error, error.message)
             self._check_answered()
 
     def lost(self, why: str) -> None:

@@ -246,7 +246,7 @@ class PulsarTransport:
     ) -> tuple[Sequence[Entry], Answers]:
         topic = producer.topic
         limit = min(self._limit - ROOM, self._entry_limits.get(topic, self._limit))
-        entries = self._cutter.entries(messages, indexes, max_bytes=limit)
+        entries = self._cutter.entries(messages, indexes, max_bytes=limit, after=producer.last)
         answers = await producer.publish(entries, largest=self._largest.get(topic, 0))
         if answers.stored:
             self._largest[topic] = max(

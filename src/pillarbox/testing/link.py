@@ -1,0 +1,129 @@
+"""A TCP link on loopback that can be made bad: cut, silent, deaf in one direction, or slow.
+
+It stands between a client and a server, on the event loop that it was started on. What a link swallowed is gone; after
+`mend` connections that lost bytes are cut, as no TCP connection goes on with a hole in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+
+class Way(Enum):
+    """A direction: requests go up, answers come down."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+BOTH = frozenset(Way)
+
+
+class Link:
+    """``async with Link(host, port) as link``: connect to ``link.port`` instead."""
+
+    def __init__(self, host: str, port: int, *, watch: Callable[[Self, bytes], None] | None = None) -> None:
+        self.port = 0
+        self._target = host, port
+        self._watch = watch
+        """Is shown what goes up, before it does."""
+        self._server: asyncio.Server | None = None
+        self._ends: dict[asyncio.StreamWriter, bool] = {}
+        """Both ends of each connection, and whether something of it was swallowed."""
+        self._swallowed: frozenset[Way] = frozenset()
+        self._delays: dict[Way, float] = {}
+        self._refusing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.drop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Cut what is connected; new connections are welcome."""
+        for end in list(self._ends):
+            end.transport.abort()
+        self._ends.clear()
+
+    def cut(self) -> None:
+        """Cut what is connected, and refuse what comes, until `mend`."""
+        self._refusing = True
+        self.drop()
+
+    def swallow(self, ways: frozenset[Way] = BOTH) -> None:
+        """Take bytes and pass none on, until `mend`: nobody is told."""
+        self._swallowed = ways
+
+    def slow_down(self, way: Way, seconds: float) -> None:
+        """Hold up each piece that goes this way for so long, until `mend`."""
+        self._delays[way] = seconds
+
+    def mend(self) -> None:
+        """Be a good link again."""
+        self._refusing, self._swallowed = False, frozenset()
+        self._delays.clear()
+        for end, holed in list(self._ends.items()):
+            if holed:
+                end.transport.abort()
+
+    # -- what it carries -----------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer: False, far_writer: False}
+        self._ends |= ends
+        ways = [
+            asyncio.create_task(self._pump(reader, far_writer, Way.UP)),
+            asyncio.create_task(self._pump(far_reader, writer, Way.DOWN)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for end in ends:
+                self._ends.pop(end, None)
+                end.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+        with suppress(OSError):
+            while data := await reader.read(262_144):
+                if way is Way.UP and self._watch is not None:
+                    self._watch(self, data)
+                if seconds := self._delays.get(way):
+                    await asyncio.sleep(seconds)
+                if way in self._swallowed:
+                    self._ends[writer] = True
+                    continue
+                writer.write(data)
+                await writer.drain()
