@@ -4,7 +4,8 @@
     ├── ConfigurationError              (ValueError) a mistake in code or settings; found at start
     │   ├── RouteError                  routes that overlap, share a topic, name an unknown transport, ...
     │   ├── SettingsError               a settings file or variable that cannot be used
-    │   └── MissingExtraError           an optional package is not installed; the message holds the command
+    │   ├── MissingExtraError           an optional package is not installed; the message holds the command
+    │   └── MissingProgramError         a program that a local server needs is not installed
     ├── EventError                      (ValueError) an event that cannot become a delivery
     │   ├── UnregisteredEventError      its type has no registered name
     │   ├── UnknownEventError           no type is registered for this name and version
@@ -25,7 +26,7 @@
         ├── LeaseLostError              a fenced write found another owner; nothing was written
         ├── LaneHaltedError             a lane cannot go on without a person
         │   └── BatchMismatchError      an announced batch could not be rebuilt exactly
-        └── EmbeddedServerError         the embedded PostgreSQL did not start
+        └── EmbeddedServerError         a server of our own, for development or tests, did not start
 
 Failures end in ``Error``; ``CommitOutcomeUnknown`` does not, because the transaction may well have succeeded.
 """
@@ -57,6 +58,10 @@ class MissingExtraError(ConfigurationError):
 
     def __init__(self, what: str, *, extra: str) -> None:
         super().__init__(f"{what} needs a package that is not installed: pip install 'pillarbox[{extra}]'")
+
+
+class MissingProgramError(ConfigurationError):
+    """A program that a local server needs, such as Java, is not installed; the message says how to get it."""
 
 
 class EventError(PillarboxError, ValueError):
@@ -157,4 +162,4 @@ class BatchMismatchError(LaneHaltedError):
 
 
 class EmbeddedServerError(StoreError):
-    """The embedded PostgreSQL could not be started."""
+    """A server of our own, the embedded PostgreSQL or the local Pulsar, could not be fetched or started."""
