@@ -89,6 +89,14 @@ async def limit_messages(server: LocalPulsar, topic: str, size: int) -> None:
     raise TimeoutError
 
 
+# TEMP
+@pytest.fixture(scope="session")
+def pulsar():
+    from types import SimpleNamespace
+    return SimpleNamespace(url="pulsar://127.0.0.1:16650", admin_url="http://127.0.0.1:18080")
+# TEMP
+
+
 @pytest.fixture
 async def link(pulsar: LocalPulsar) -> AsyncIterator[Link]:
     async with Link("127.0.0.1", int(pulsar.url.rpartition(":")[2])) as link:

@@ -105,15 +105,14 @@ class Link:
             asyncio.create_task(self._pump(reader, far_writer, Way.UP)),
             asyncio.create_task(self._pump(far_reader, writer, Way.DOWN)),
         ]
-        try:
+        with suppress(asyncio.CancelledError):  # the link is being taken down
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            for end in ends:
-                self._ends.pop(end, None)
-                end.transport.abort()
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for end in ends:
+            self._ends.pop(end, None)
+            end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
         with suppress(OSError):

@@ -168,9 +168,3 @@ def _beginning(name: str) -> bytes:
     if len(_names) < 256:
         _names[name] = start
     return start
-
-
-def size_of(message: Message) -> int:
-    """A little more than the message takes in an entry."""
-    headers = sum([len(name.encode()) + len(value.encode()) + 10 for name, value in message.headers.items()])
-    return headers + len(message.key.encode()) + len(message.body) + 40

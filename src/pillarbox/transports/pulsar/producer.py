@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from . import wire_pb2 as wire
@@ -47,6 +48,7 @@ class Producer:
         """Entries without an answer, by their first number: their index, and their last number."""
         self._answers = Answers()
         self._answered: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, connection: Connection, topic: str, name: str | None, *, patience: float) -> Producer:
@@ -103,22 +105,34 @@ class Producer:
                 self._connection.write(entries[index].framed(self._id, self.name))
             await answered
         except BaseException:
-            self._lose("we did not wait for its answers")  # and so cannot tell any more what it has stored
+            self.close("we did not wait for its answers")  # and so cannot tell any more what it has stored
             raise
         finally:
             self._answered = None
         answers.lost = answers.lost or self.lost_because
         return answers.lost is None and not answers.refused
 
-    def close(self) -> None:
-        """Give the name back. Nobody waits for it: a broker that is away has forgotten it anyhow."""
+    def close(self, why: str = "it was closed") -> None:
+        """Give the name back. Only who needs it again waits for that: see `closed`."""
         if self.lost_because is None:
-            self._connection.say(
-                wire.Command(
-                    type=_Type.CLOSE_PRODUCER, close_producer=wire.CloseProducer(producer_id=self._id, request_id=0)
-                )
+            self._connection.leave(self._id)
+            self.lost(why)
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def closed(self) -> None:
+        """Once the broker has taken the name back, or is not there to say so."""
+        if self._closing is not None:
+            await asyncio.wait({self._closing})
+
+    async def _close(self) -> None:
+        with suppress(OSError):  # a broker that is away has forgotten it anyhow
+            await self._connection.ask(
+                _Type.CLOSE_PRODUCER,
+                lambda number: wire.Command(
+                    close_producer=wire.CloseProducer(producer_id=self._id, request_id=number)
+                ),
+                patience=5.0,
             )
-            self._lose("it was closed")
 
     # -- what the broker says ------------------------------------------------------------------------------------------
 
@@ -132,20 +146,19 @@ class Producer:
             self._check_answered()
 
     def refused(self, error: wire.SendError) -> None:
-        answered = self._open.pop(error.sequence_id, None)
-        if answered is not None:
-            self._answers.refused[answered[0]] = BrokerError(error.error, error.message)
-            self._check_answered()
+        # A receipt names an entry by its first number, an error by its last.
+        for first, (index, last) in self._open.items():
+            if error.sequence_id in (first, last):
+                del self._open[first]
+                self._answers.refused[index] = BrokerError(error.error, error.message)
+                self._check_answered()
+                break
 
     def lost(self, why: str) -> None:
         if self.lost_because is None:
             self.lost_because = why
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
-
-    def _lose(self, why: str) -> None:
-        self._connection.leave(self._id)
-        self.lost(why)
 
     def _check_answered(self) -> None:
         if not self._open and self._answered is not None and not self._answered.done():

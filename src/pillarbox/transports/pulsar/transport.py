@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from .client import Client
 from .connection import DEFAULT_MESSAGE_LIMIT, BrokerError
 from .credentials import Credentials, Tls
 from .entries import Compression, Cut, Cutter
-from .frames import Entry, size_of
+from .frames import Entry
 from .names import TopicName, partition_of
 from .producer import Answers, Producer
 
@@ -40,6 +41,9 @@ _THIS_TOPIC = frozenset({
 """Errors at opening that are about one topic: the others can go on."""
 
 
+MAX_HEADERS = 65_536
+LARGE = MAX_HEADERS // 8
+"""Below this nothing can be too large."""
 RECOUNT = 60.0
 """Seconds after which we look again how many partitions a topic has."""
 IDLE = 300.0
@@ -92,9 +96,9 @@ class PulsarTransport:
         self._cutter = Cutter(
             cut := _choice("entries", Cut, entries), _choice("compression", Compression, compression), compress_from
         )
-        if timeout <= 0 or keep_alive <= 0 or max_message_bytes <= ROOM or compress_from < 0:
+        if timeout <= 0 or keep_alive <= 0 or max_message_bytes <= 4 * MAX_HEADERS or compress_from < 0:
             raise ConfigurationError(
-                f"timeout and keep_alive must be above 0, max_message_bytes above {ROOM} and compress_from not below 0"
+                f"timeout and keep_alive must be above 0, max_message_bytes above {4 * MAX_HEADERS} and compress_from not below 0"
             )
         numbered = self._guarantee is Guarantee.EXACTLY_ONCE
         if numbered and admin_url is None:
@@ -103,7 +107,8 @@ class PulsarTransport:
                 "deduplication is on; without it say guarantee='at_least_once'"
             )
         self._capabilities = Capabilities(
-            max_body_bytes=max_message_bytes - ROOM,
+            max_body_bytes=max_message_bytes - ROOM - 3 * MAX_HEADERS,  # each of them takes a little more than its text
+            max_header_bytes=MAX_HEADERS,
             numbered=numbered,
             grouped=cut is Cut.BY_KEY,
         )
@@ -129,11 +134,13 @@ class PulsarTransport:
         return self._capabilities
 
     def preflight(self, message: Message) -> str | None:
-        limit = self._limit - ROOM
-        if len(message.body) > limit // 2 or len(message.headers) > 50:
-            size = size_of(message)
-            if size > limit:
-                return f"the message has {size:,} bytes with its headers, and the broker takes {limit:,}"
+        limit = min(self._capabilities.max_body_bytes, self._limit - ROOM - 3 * MAX_HEADERS)
+        if len(message.body) > limit:
+            return f"the body has {len(message.body):,} bytes, and {limit:,} are allowed"
+        if sum(map(len, message.headers.values())) > LARGE:
+            size = sum([len(name.encode()) + len(value.encode()) for name, value in message.headers.items()])
+            if size > MAX_HEADERS:
+                return f"the headers have {size:,} bytes, and {MAX_HEADERS:,} are allowed"
         return self._misnamed(message.topic)
 
     # -- opening -------------------------------------------------------------------------------------------------------
@@ -141,9 +148,10 @@ class PulsarTransport:
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
         lasts: dict[str, int] = {}
         refused: dict[str, str] = {}
+        name = producer if self._capabilities.numbered else None
         for topic in topics:
             try:
-                opened = self._standing(producer, topic) or await self._open(producer, topic, producer)
+                opened = self._standing(producer, topic) or await self._open(producer, topic, name)
             except BrokerError as error:
                 if error.code not in _THIS_TOPIC:
                     raise
@@ -151,7 +159,7 @@ class PulsarTransport:
             except ConfigurationError as error:
                 refused[topic] = str(error)
             else:
-                lasts |= {place: each.last for place, each in opened.items()}
+                lasts |= {place: each.last for place, each in opened.items() if name is not None}
         if refused:
             raise TopicsRefusedError(refused)
         return lasts
@@ -186,6 +194,7 @@ class PulsarTransport:
         held = self._producers.setdefault(owner, {})
         self._close_idle(held, now)
         missing = [place for place in places if place not in held or held[place].lost_because is not None]
+        await asyncio.gather(*(held[place].closed() for place in missing if place in held))
         opened = await asyncio.gather(*(self._open_place(places[place], name) for place in missing))
         held |= zip(missing, opened, strict=True)
         return {place: held[place] for place in places}
@@ -195,9 +204,10 @@ class PulsarTransport:
         numbers, and so does the lane.
         """
         for place, producer in list(held.items()):
-            if producer.used + IDLE < now:
-                producer.close()
+            if producer.used + 2 * IDLE < now:
                 del held[place]
+            elif producer.used + IDLE < now:
+                producer.close()
 
     async def _open_place(self, place: TopicName, name: str | None) -> Producer:
         connection = await self._client.broker_of(place)
@@ -219,6 +229,16 @@ class PulsarTransport:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        for index, message in enumerate(messages):
+            if (len(message.body) > LARGE or sum(map(len, message.headers.values())) > LARGE) and (
+                refusal := self.preflight(message)
+            ):  # the broker would cut the connection, which looks like an outage
+                before = await self._send(producer, messages[:index]) if index else Outcome(())
+                whole = len(before.accepted) == index
+                return replace(before, rejected=[Rejection(index, refusal)]) if whole else before
+        return await self._send(producer, messages)
+
+    async def _send(self, producer: str, messages: Sequence[Message]) -> Outcome:
         if not self._capabilities.numbered:
             messages = await self._made_ready(producer, messages)
         held = self._producers.get(producer, {})

@@ -1,0 +1,518 @@
+"""Pulsar's protocol as we speak it: frames, and a peer that does what no broker does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import cycle
+from pathlib import Path
+
+import google_crc32c
+import lz4.block
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillarbox.transport import Message
+from pillarbox.transports.pulsar import Anonymous, Tls, Token, wire_pb2
+from pillarbox.transports.pulsar import wire_pb2 as wire
+from pillarbox.transports.pulsar.client import Client
+from pillarbox.transports.pulsar.connection import BrokerError, Connection, Endpoint
+from pillarbox.transports.pulsar.entries import MAX_MESSAGES, Compression, Cut, Cutter
+from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, Entry, Frames, ProtocolError, framed
+from pillarbox.transports.pulsar.names import TopicName
+from pillarbox.transports.pulsar.producer import Producer
+
+Type = wire.Command.Type
+TOPIC = TopicName.parse("orders")
+texts = st.text(max_size=200)
+
+
+def message(number: int, key: str = "k", body: bytes = b"{}", **headers: str) -> Message:
+    return Message(str(TOPIC), key, body, headers, number)
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_generated_code_is_that_of_the_proto_file() -> None:
+    text = (Path(wire_pb2.__file__).parent / "wire.proto").read_text("utf-8")
+    written = {
+        (name, field, int(number))
+        for name, body in re.findall(r"^message (\w+) \{(\}|.*?^\})", text, re.MULTILINE | re.DOTALL)
+        for field, number in re.findall(r"(?:optional|required|repeated) [\w.]+ (\w+) = (\d+)", body)
+    }
+    compiled = {
+        (name, field.name, field.number)
+        for name, kind in wire_pb2.DESCRIPTOR.message_types_by_name.items()
+        for field in kind.fields
+    }
+    assert written == compiled, "run `make wire`"
+
+
+COMMANDS = [
+    wire.Command(type=Type.PING, ping=wire.Ping()),
+    wire.Command(type=Type.SUCCESS, success=wire.Success(request_id=2**64 - 1)),
+    wire.Command(type=Type.ERROR, error=wire.Error(request_id=1, error=wire.TopicNotFound, message="no" * 5_000)),
+]
+
+
+@given(st.lists(st.sampled_from(COMMANDS), max_size=20), st.lists(st.integers(1, 15_000), min_size=1, max_size=5))
+def test_commands_come_whole_however_the_stream_is_cut(commands: list[wire.Command], sizes: list[int]) -> None:
+    stream = b"".join(map(framed, commands))
+    frames, found, size = Frames(), list[wire.Command](), cycle(sizes)
+    while stream:
+        length = next(size)
+        found += frames.feed(stream[:length])
+        stream = stream[length:]
+    assert found == commands
+
+
+def test_a_command_that_we_do_not_know_can_be_read() -> None:
+    unknown = b"\x08\x44\xa2\x04\x02\x08\x01"  # type 68, and its part
+    [command] = Frames().feed(struct.pack(">II", len(unknown) + 4, len(unknown)) + unknown)
+    assert not command.HasField("type")
+    error = wire.SendError(producer_id=1, sequence_id=2).SerializeToString() + b"\x18\x63"  # an error of number 99
+    assert wire.SendError.FromString(error).error == wire.UnknownError
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        struct.pack(">I", LARGEST_COMMAND + 1),
+        struct.pack(">I", 0xFFFF_FFFF),
+        struct.pack(">II", 3, 0),
+        struct.pack(">II", 8, 5) + b"xxxx",
+        struct.pack(">II", 8, 0xFFFF_FFFF) + b"xxxx",
+        struct.pack(">II", 8, 4) + b"\xff\xff\xff\xff",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+)
+def test_what_is_no_frame_is_an_error_at_once(stream: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        list(Frames().feed(stream))
+
+
+@given(st.lists(st.binary(max_size=2_000), max_size=20))
+def test_noise_is_an_error_or_nothing_and_keeps_no_more_than_a_frame(pieces: list[bytes]) -> None:
+    frames = Frames()
+    try:
+        for piece in pieces:
+            for command in frames.feed(piece):
+                assert isinstance(command, wire.Command)
+            assert len(frames._rest) <= LARGEST_COMMAND + 4
+    except ProtocolError:
+        pass
+
+
+class Read:
+    """An entry as a broker and a consumer read it."""
+
+    def __init__(self, frame: bytes) -> None:
+        total, size = struct.unpack_from(">II", frame)
+        assert total + 4 == len(frame)
+        self.send = wire.Command.FromString(frame[8 : 8 + size]).send
+        magic, checksum = struct.unpack_from(">HI", frame, 8 + size)
+        rest = frame[14 + size :]
+        assert (magic, checksum) == (0x0E01, google_crc32c.value(rest))
+        (length,) = struct.unpack_from(">I", rest)
+        self.metadata = wire.EntryMetadata.FromString(rest[4 : 4 + length])
+        payload = rest[4 + length :]
+        whole = self.metadata.uncompressed_size
+        if self.metadata.compression == wire.LZ4:
+            payload = lz4.block.decompress(payload, uncompressed_size=whole)
+        elif self.metadata.compression == wire.ZSTD:
+            payload = zstandard.ZstdDecompressor().decompress(payload)
+        assert len(payload) == whole
+        self.messages: list[tuple[str, bytes, dict[str, str], int]] = []
+        while payload:
+            (length,) = struct.unpack_from(">I", payload)
+            one = wire.MessageMetadata.FromString(payload[4 : 4 + length])
+            end = 4 + length + one.payload_size
+            properties = {each.key: each.value for each in one.properties}
+            self.messages.append((one.partition_key, payload[4 + length : end], properties, one.sequence_id))
+            payload = payload[end:]
+
+
+def as_read(messages: Sequence[Message]) -> list[tuple[str, bytes, dict[str, str], int]]:
+    return [(each.key, each.body, dict(each.headers), each.number) for each in messages]
+
+
+large = st.integers(0, 20_000).map(lambda size: "ä" * size)
+some_messages = st.lists(
+    st.tuples(texts, st.binary(max_size=500), st.dictionaries(texts, texts | large, max_size=5)),
+    min_size=1,
+    max_size=30,
+).map(
+    lambda drawn: [Message("t", key, body, headers, index * 7 + 1) for index, (key, body, headers) in enumerate(drawn)]
+)
+
+
+@given(some_messages, st.sampled_from(Cut), st.sampled_from(Compression), st.integers(100, 5_000), st.integers(-1, 250))
+def test_entries_hold_what_was_sent_in_its_order(
+    messages: list[Message], cut: Cut, compression: Compression, limit: int, after: int
+) -> None:
+    entries = Cutter(cut, compression, compress_from=200).entries(
+        messages, range(len(messages)), max_bytes=limit, after=after
+    )
+    read = [Read(entry.framed(5, "lane")) for entry in entries]
+    assert [each for entry in read for each in entry.messages] == as_read(messages)
+    assert [index for entry in entries for index in entry.indexes] == list(range(len(messages)))
+    for entry, found in zip(entries, read, strict=True):
+        first, last, count = entry.messages[0].number, entry.messages[-1].number, len(entry.messages)
+        assert (found.send.sequence_id, found.send.highest_sequence_id, found.send.num_messages) == (first, last, count)
+        metadata = found.metadata
+        assert (metadata.sequence_id, metadata.highest_sequence_id) == (first, last)
+        assert (metadata.producer_name, metadata.num_messages_in_batch) == ("lane", count)
+        assert not first <= after < last, "the broker would drop it whole"
+        assert count == 1 or metadata.uncompressed_size <= limit
+        if cut is Cut.BY_KEY:
+            assert {each.key for each in entry.messages} == {metadata.partition_key}
+
+
+def test_an_entry_has_so_many_messages_and_no_more() -> None:
+    messages = [message(number) for number in range(1, 2 * MAX_MESSAGES + 2)]
+    entries = Cutter(Cut.MIXED).entries(messages, range(len(messages)), max_bytes=10**9)
+    assert [len(entry.messages) for entry in entries] == [MAX_MESSAGES, MAX_MESSAGES, 1]
+
+
+# -- a peer ------------------------------------------------------------------------------------------------------------
+
+Script = Callable[["Peer", wire.Command], None]
+
+
+class Peer(asyncio.Protocol):
+    """The other side of a connection, as the test wants it."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.frames = b""
+        self.heard: list[wire.Command] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.frames += data
+        while len(self.frames) >= 8:
+            total, size = struct.unpack_from(">II", self.frames)
+            if len(self.frames) < total + 4:
+                return
+            command = wire.Command.FromString(self.frames[8 : 8 + size])
+            self.frames = self.frames[4 + total :]
+            self.heard.append(command)
+            self.script(self, command)
+
+    def say(self, **part: object) -> None:
+        [name] = part
+        self.transport.write(framed(wire.Command(type=Type.Value(name.upper()), **part)))  # type: ignore[arg-type]
+
+
+def well_behaved(peer: Peer, command: wire.Command) -> None:
+    if command.type == Type.CONNECT:
+        peer.say(connected=wire.Connected(server_version="4.0", max_message_size=1_000_000))
+    elif command.type == Type.PRODUCER:
+        asked = command.producer
+        peer.say(
+            producer_success=wire.ProducerSuccess(
+                request_id=asked.request_id, producer_name=asked.producer_name or "made-up", last_sequence_id=7
+            )
+        )
+    elif command.type == Type.SEND:
+        peer.say(
+            send_receipt=wire.SendReceipt(
+                producer_id=command.send.producer_id,
+                sequence_id=command.send.sequence_id,
+                message_id=wire.MessageId(ledger_id=1, entry_id=1),
+            )
+        )
+    elif command.type == Type.CLOSE_PRODUCER:
+        peer.say(success=wire.Success(request_id=command.close_producer.request_id))
+
+
+@asynccontextmanager
+async def peer_that(script: Script) -> AsyncIterator[tuple[Endpoint, list[Peer]]]:
+    peers: list[Peer] = []
+
+    def accept() -> Peer:
+        peers.append(Peer(script))
+        return peers[-1]
+
+    server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
+    try:
+        yield Endpoint(*server.sockets[0].getsockname()[:2]), peers
+    finally:
+        server.close()
+        for peer in peers:
+            peer.transport.abort()
+
+
+async def connected(endpoint: Endpoint, patience: float = 1.0, keep_alive: float = 30.0) -> Connection:
+    return await Connection.open(endpoint, Anonymous(), patience=patience, keep_alive=keep_alive)
+
+
+def entries_of(*messages: Message) -> list[Entry]:
+    return Cutter(Cut.BY_KEY).entries(messages, range(len(messages)), max_bytes=100_000)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 100, b"\x00" * 100, struct.pack(">II", 8, 9) + b"x" * 4]
+)
+async def test_a_peer_that_is_no_broker_is_an_error_at_once(answer: bytes) -> None:
+    async with peer_that(lambda peer, _: peer.transport.write(answer)) as (endpoint, _):
+        with pytest.raises(ConnectionError):
+            await connected(endpoint, patience=30.0)
+
+
+async def test_a_peer_that_says_nothing_is_given_up() -> None:
+    async with peer_that(lambda _peer, _command: None) as (endpoint, peers):
+        with pytest.raises(TimeoutError, match="does not answer"):
+            await connected(endpoint, patience=0.05)
+        while not peers[0].transport.is_closing():
+            await asyncio.sleep(0)
+
+
+async def test_half_a_frame_and_then_silence_ends_the_connection() -> None:
+    def stalls(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        peer.transport.write(b"\x00\x00")
+
+    async with peer_that(stalls) as (endpoint, peers):
+        connection = await connected(endpoint, keep_alive=0.05)
+        producer = asyncio.ensure_future(Producer.open(connection, str(TOPIC), "lane", patience=30.0))
+        with pytest.raises(ConnectionError):
+            await producer
+        assert connection.lost
+        assert peers
+
+
+async def test_a_dead_link_is_found_by_its_silence() -> None:
+    async with peer_that(
+        lambda peer, command: well_behaved(peer, command) if command.type == Type.CONNECT else None
+    ) as (
+        endpoint,
+        peers,
+    ):
+        connection = await connected(endpoint, keep_alive=0.05)
+        while connection.lost is None:
+            await asyncio.sleep(0.01)
+        assert "nothing was heard" in connection.lost
+        assert Type.PING in {each.type for each in peers[0].heard}
+
+
+async def test_a_peer_that_is_heard_of_is_kept() -> None:
+    def answers_pings(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        if command.type == Type.PING:
+            peer.say(pong=wire.Pong())
+
+    async with peer_that(answers_pings) as (endpoint, peers):
+        connection = await connected(endpoint, keep_alive=0.02)
+        while sum(each.type == Type.PING for each in peers[0].heard) < 5:
+            await asyncio.sleep(0.005)
+        assert connection.lost is None
+        peers[0].say(ping=wire.Ping())
+        while peers[0].heard[-1].type != Type.PONG:
+            await asyncio.sleep(0)
+        connection.close()
+
+
+async def test_who_we_are_is_said_again_when_the_broker_asks() -> None:
+    tokens = iter(["first", "second"])
+
+    def asks(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        if command.type == Type.CONNECT:
+            peer.say(auth_challenge=wire.AuthChallenge(challenge=wire.AuthData(auth_method_name="token")))
+
+    async with peer_that(asks) as (endpoint, peers):
+        connection = await Connection.open(endpoint, Token(lambda: next(tokens)))
+        while len(peers[0].heard) < 2:
+            await asyncio.sleep(0)
+        connect, response = peers[0].heard
+        assert (connect.connect.auth_method_name, connect.connect.auth_data) == ("token", b"first")
+        assert response.auth_response.response.auth_data == b"second"
+        connection.close()
+
+
+async def test_a_refusal_to_connect_says_why() -> None:
+    def refuses(peer: Peer, _command: wire.Command) -> None:
+        peer.say(error=wire.Error(request_id=2**64 - 1, error=wire.AuthenticationError, message="who are you?"))
+
+    async with peer_that(refuses) as (endpoint, _):
+        with pytest.raises(BrokerError, match="AuthenticationError: who are you"):
+            await connected(endpoint)
+
+
+async def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    def talks(peer: Peer, command: wire.Command) -> None:
+        peer.say(send_receipt=wire.SendReceipt(producer_id=99, sequence_id=1))
+        peer.say(send_error=wire.SendError(producer_id=99, sequence_id=1))
+        peer.say(close_producer=wire.CloseProducer(producer_id=99, request_id=1))
+        peer.say(success=wire.Success(request_id=999))
+        well_behaved(peer, command)
+        if command.type == Type.SEND:
+            peer.say(send_receipt=wire.SendReceipt(producer_id=1, sequence_id=12345))
+
+    async with peer_that(talks) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        answers = await producer.publish(entries_of(message(8)), largest=0)
+        assert (answers.stored, answers.lost) == ([0], None)
+        connection.close()
+
+
+async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
+    def refuses_large(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND and command.send.sequence_id == 9:
+            told = wire.SendError(producer_id=1, sequence_id=9, error=wire.NotAllowedError, message="too large")
+            peer.say(send_error=told)
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(refuses_large) as (endpoint, peers):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        assert producer.last == 7
+        sizes = {8: 100, 9: 5_000, 10: 100, 11: 6_000}
+        sent = [message(number, key=str(number), body=b"x" * size) for number, size in sizes.items()]
+        answers = await producer.publish(entries_of(*sent), largest=1_000)
+        assert (answers.stored, [*answers.refused]) == ([0], [1])
+        assert [each.send.sequence_id for each in peers[0].heard if each.type == Type.SEND] == [8, 9]
+        assert producer.last == 8
+        connection.close()
+
+
+async def test_a_topic_that_moves_ends_the_producer_and_not_the_connection() -> None:
+    def unloads(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND:
+            peer.say(close_producer=wire.CloseProducer(producer_id=1, request_id=0))
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(unloads) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        answers = await producer.publish(entries_of(message(8)), largest=0)
+        assert answers.lost is not None
+        assert "topic moves" in answers.lost
+        assert connection.lost is None
+        connection.close()
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def client_of(*endpoints: Endpoint) -> AsyncIterator[Client]:
+    url = "pulsar://" + ",".join(f"{each.host}:{each.port}" for each in endpoints)
+    client = Client(url, Anonymous(), Tls(), timeout=1.0, keep_alive=30.0)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def looks_up(answer: Callable[[wire.Lookup], wire.LookupResponse]) -> Script:
+    def script(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        if command.type == Type.LOOKUP:
+            peer.say(lookup_response=answer(command.lookup))
+
+    return script
+
+
+async def test_redirects_are_followed_to_the_broker_of_the_topic() -> None:
+    def here(asked: wire.Lookup) -> wire.LookupResponse:
+        assert asked.authoritative
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Connect, broker_service_url=f"pulsar://{there}"
+        )
+
+    async with peer_that(looks_up(here)) as (there, peers):
+
+        def elsewhere(asked: wire.Lookup) -> wire.LookupResponse:
+            return wire.LookupResponse(
+                request_id=asked.request_id,
+                response=wire.LookupResponse.Redirect,
+                broker_service_url=f"pulsar://{there}",
+                authoritative=True,
+            )
+
+        async with peer_that(looks_up(elsewhere)) as (first, _), client_of(first) as client:
+            connection = await client.broker_of(TOPIC)
+            assert connection.address == there
+            assert len(peers) == 1, "one connection to each broker"
+
+
+async def test_going_round_in_circles_ends() -> None:
+    def again(asked: wire.Lookup) -> wire.LookupResponse:
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Redirect, broker_service_url=f"pulsar://{place}"
+        )
+
+    async with peer_that(looks_up(again)) as (place, _), client_of(place) as client:
+        with pytest.raises(ConnectionError, match="in circles"):
+            await client.broker_of(TOPIC)
+
+
+async def test_through_a_proxy_the_broker_is_named_and_the_proxy_connected() -> None:
+    def proxied(asked: wire.Lookup) -> wire.LookupResponse:
+        return wire.LookupResponse(
+            request_id=asked.request_id,
+            response=wire.LookupResponse.Connect,
+            broker_service_url="pulsar://broker-7.internal:6650",
+            proxy_through_service_url=True,
+        )
+
+    async with peer_that(looks_up(proxied)) as (proxy, peers), client_of(proxy) as client:
+        connection = await client.broker_of(TOPIC)
+        assert (connection.address.host, connection.address.port) == proxy[:2]
+        assert peers[1].heard[0].connect.proxy_to_broker_url == "broker-7.internal:6650"
+        assert await client.broker_of(TOPIC) is connection
+
+
+@pytest.mark.parametrize("url", ["", "pulsar://", "pulsar://host:port", "pulsar://host:99999999"])
+async def test_an_address_that_cannot_be_read_is_an_error(url: str) -> None:
+    def nonsense(asked: wire.Lookup) -> wire.LookupResponse:
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Connect, broker_service_url=url
+        )
+
+    async with peer_that(looks_up(nonsense)) as (place, _), client_of(place) as client:
+        with pytest.raises(ConnectionError):
+            await client.broker_of(TOPIC)
+
+
+async def test_another_host_is_tried_if_one_is_away() -> None:
+    async with peer_that(well_behaved) as (gone, _):
+        pass
+
+    def here(asked: wire.Lookup) -> wire.LookupResponse:
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Connect, broker_service_url=f"pulsar://{there}"
+        )
+
+    async with peer_that(looks_up(here)) as (there, _):
+        for _ in range(8):  # they are tried in any order
+            async with client_of(gone, there) as client:
+                assert (await client.broker_of(TOPIC)).address == there
+
+
+async def test_a_lost_connection_is_opened_again() -> None:
+    def here(asked: wire.Lookup) -> wire.LookupResponse:
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Connect, broker_service_url=f"pulsar://{place}"
+        )
+
+    async with peer_that(looks_up(here)) as (place, peers), client_of(place) as client:
+        connection = await client.broker_of(TOPIC)
+        peers[0].transport.abort()
+        while connection.lost is None:
+            await asyncio.sleep(0)
+        assert (await client.broker_of(TOPIC)).lost is None
