@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import Dialect, Engine, event
 
+from pillarbox.testing.pulsar import PulsarCluster
 from tests.servers import (
     CELL,
     DATABASES,
@@ -18,14 +20,13 @@ from tests.servers import (
     Missing,
     PgBouncer,
     Prometheus,
+    Pulsar,
+    PulsarClusters,
     Redis,
     Server,
     Servers,
     installable,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FreshDatabase = Callable[[str], Database]
 
@@ -52,9 +53,11 @@ def as_poolers_want_it() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """The servers of this process, each started when it is first asked for."""
-    servers = Servers()
+    # The folder of an xdist worker is in that of its run.
+    folder = tmp_path_factory.getbasetemp()
+    servers = Servers(shared=folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PILLARBOX_HOME", str(servers.folder / "home"))
         yield servers
@@ -133,6 +136,23 @@ def redis_url(use_server: Callable[[str], Server]) -> str:
     assert isinstance(server, Redis)
     server.empty()
     return server.url
+
+
+@pytest.fixture
+def pulsar(use_server: Callable[[str], Server]) -> Pulsar:
+    """The Pulsar of this run. Other tests use it at the same time: give your topics names of their own."""
+    server = use_server("pulsar")
+    assert isinstance(server, Pulsar)
+    return server
+
+
+@pytest.fixture
+def pulsar_cluster(use_server: Callable[[str], Server]) -> Iterator[PulsarCluster]:
+    """A Pulsar cluster of your own, to be broken. It takes ten seconds to start."""
+    clusters = use_server("pulsar-cluster")
+    assert isinstance(clusters, PulsarClusters)
+    with clusters.fresh() as cluster:
+        yield cluster
 
 
 class ServerReport:

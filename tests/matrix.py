@@ -31,6 +31,7 @@ TESTS = ("tests/conformance/test_outbox_store.py", "tests/integration", "tests/e
 ELSEWHERE = (
     "--ignore=tests/integration/test_embedded.py",
     "--ignore=tests/integration/test_pgbouncer.py",
+    "--ignore=tests/integration/test_pulsar_server.py",
     "--deselect=tests/e2e/test_contract.py::test_without_a_database_twice_in_a_row",
 )
 """What brings servers of its own, whatever the cell has."""

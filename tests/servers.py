@@ -30,8 +30,9 @@ import redis
 from psycopg import sql
 
 from pillarbox.embedded import EmbeddedPostgres
-from pillarbox.errors import MissingExtraError
-from tests import binaries
+from pillarbox.errors import MissingExtraError, MissingProgramError
+from pillarbox.testing import maven, pulsar
+from tests import binaries, keeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,8 @@ class Server(ABC):
     """One server, or for SQLite the library."""
 
     label: ClassVar[str]
+    shared: ClassVar[bool] = False
+    """Whether all processes of a pytest run have one together."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -435,6 +438,50 @@ class Prometheus(Server):
             _end(process, signal.SIGKILL)
 
 
+class PulsarClusters(Server):
+    """A cluster is made for each test that wants one, as it is there to be broken; here it only says who it is."""
+
+    label = "Pulsar cluster"
+
+    def start(self) -> None:
+        try:
+            pulsar.java()
+        except MissingProgramError as error:
+            raise Missing(str(error)) from error
+        if not pulsar.is_installed():
+            raise Missing(maven.obstacle() or "Pulsar was not fetched: make servers")
+        self.version = pulsar.VERSION
+
+    def stop(self) -> None:
+        """Nothing runs between tests."""
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[pulsar.PulsarCluster]:
+        """A new one, in a folder of its own."""
+        with tempfile.TemporaryDirectory(prefix="pillarbox-pulsar-") as folder:
+            cluster = pulsar.PulsarCluster(Path(folder))
+            cluster.start()
+            try:
+                yield cluster
+            finally:
+                cluster.kill()
+
+
+class Pulsar(PulsarClusters):
+    """One process, which all tests share: a test makes its topics unique."""
+
+    label = "Pulsar"
+    shared = True
+
+    def start(self) -> None:
+        super().start()
+        self._claim, addresses = keeper.join(self.folder)
+        self.url, self.admin_url = addresses["url"], addresses["admin_url"]
+
+    def stop(self) -> None:
+        self._claim.close()
+
+
 KINDS: dict[str, type[Server]] = {
     "embedded": Embedded,
     "system": System,
@@ -446,6 +493,8 @@ KINDS: dict[str, type[Server]] = {
     "sqlite": SQLite,
     "redis": Redis,
     "prometheus": Prometheus,
+    "pulsar": Pulsar,
+    "pulsar-cluster": PulsarClusters,
 }
 
 
@@ -470,12 +519,13 @@ if CELL is not None:
 
 
 class Servers:
-    """The servers of this pytest process."""
+    """The servers of this pytest process; ``shared`` is a folder that others of the same run have, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Path | None = None) -> None:
         # Not pytest's own temporary folder: that is closed to the users that root's servers run as.
         self.folder = Path(tempfile.mkdtemp(prefix="pillarbox-tests-"))
         self.folder.chmod(0o711)
+        self._shared = shared or self.folder / "shared"
         self._asked: dict[str, Server | Exception] = {}
         self._names = (f"t{number}" for number in count(1))
         self._exits = contextlib.ExitStack()
@@ -484,7 +534,8 @@ class Servers:
     def get(self, kind: str) -> Server:
         """The running server of that kind; raises `Missing`."""
         if kind not in self._asked:
-            self._asked[kind] = self._start(KINDS[kind](self.folder / kind))
+            place = self._shared if KINDS[kind].shared else self.folder
+            self._asked[kind] = self._start(KINDS[kind](place / kind))
         found = self._asked[kind]
         if isinstance(found, Exception):
             raise found
@@ -514,6 +565,8 @@ def installable(kind: str) -> bool:
     """Whether `make setup` and `make servers` bring this server here."""
     if kind in ("oldest", "logical-oldest"):
         return binaries.obstacle() is None
+    if kind in ("pulsar", "pulsar-cluster") and maven.obstacle() is None and shutil.which("java") is not None:
+        return True
     return kind in ("embedded", "logical", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
 
 

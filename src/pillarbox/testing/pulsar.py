@@ -1,6 +1,6 @@
 """A real Apache Pulsar on this machine, and no other: ``pillarbox dev pulsar``, tests and benchmarks run on it.
 
-`LocalPulsar` is one process; `PulsarCluster` is ZooKeeper, bookie and broker, which can be killed and frozen one by one.
+`LocalPulsar` is one process; `PulsarCluster` is ZooKeeper, bookie and broker, to be killed and frozen one by one.
 The programs come by Maven (see `maven`) and need Java 17. Everything blocks: on an event loop, call it in a thread.
 
     folder/              made or found
@@ -389,7 +389,8 @@ class LocalPulsar:
     def _failure(
         self, name: str, problem: str, kind: type[EmbeddedServerError] = EmbeddedServerError
     ) -> EmbeddedServerError:
-        tail = self._end_of_log(name).splitlines()[-_LOG_LINES:]
+        said = [line for line in self._end_of_log(name).splitlines() if not line.startswith("\t")]  # no stack frames
+        tail = said[-_LOG_LINES:]
         what = f"the {name} of the local Pulsar in {self.folder} {problem}; its log ends with:"
         return kind("\n    ".join([what, *tail]))
 
