@@ -57,7 +57,7 @@ def _start_keeper(folder: Path) -> None:
 def keep(folder: Path) -> None:
     addresses = folder / "addresses.json"
     with tempfile.TemporaryDirectory(prefix="pillarbox-pulsar-") as place:
-        server = LocalPulsar(Path(place))
+        server = LocalPulsar(Path(place), quick_start=True)
         server.start()
         try:
             addresses.write_text(json.dumps({"url": server.url, "admin_url": server.admin_url}))

@@ -459,7 +459,7 @@ class PulsarClusters(Server):
     def fresh(self) -> Iterator[pulsar.PulsarCluster]:
         """A new one, in a folder of its own."""
         with tempfile.TemporaryDirectory(prefix="pillarbox-pulsar-") as folder:
-            cluster = pulsar.PulsarCluster(Path(folder))
+            cluster = pulsar.PulsarCluster(Path(folder), quick_start=True)
             cluster.start()
             try:
                 yield cluster
