@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pty
-from dataclasses import dataclass
 from uuid import uuid4
 
 import pytest
@@ -17,7 +16,7 @@ from pillarbox.cli.output import Exit
 from pillarbox.transports.memory import MemoryTransport
 from tests.e2e import test_cli
 from tests.e2e.test_cli import CommandLine, ItemStored, on_sqlite
-from tests.servers import Database
+from tests.servers import Database, Pulsar
 from tests.web import free_port
 
 pillarbox = test_cli.pillarbox
@@ -25,19 +24,6 @@ database = test_cli.database
 migrated = test_cli.migrated
 
 pytestmark = on_sqlite
-
-
-@dataclass(frozen=True)
-class Pulsar:
-    url: str
-    admin_url: str
-
-
-@pytest.fixture(scope="session")
-def pulsar() -> Pulsar:  # replaced by tests/conftest.py on merge
-    if "PULSAR_ADMIN_URL" not in os.environ:
-        pytest.skip("PULSAR_URL and PULSAR_ADMIN_URL name no broker")
-    return Pulsar(os.environ["PULSAR_URL"], os.environ["PULSAR_ADMIN_URL"])
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from uuid import uuid4
 
 import httpx
@@ -16,20 +14,8 @@ from pillarbox.transports.pulsar.admin import Policies, PulsarAdmin, Retention
 from pillarbox.transports.pulsar.credentials import Token
 from pillarbox.transports.pulsar.names import TopicName
 from pillarbox.transports.pulsar.plan import Desired, apply, find, plan
+from tests.servers import Pulsar
 from tests.web import free_port
-
-
-@dataclass(frozen=True)
-class Pulsar:
-    url: str
-    admin_url: str
-
-
-@pytest.fixture(scope="session")
-def pulsar() -> Pulsar:  # replaced by tests/conftest.py on merge
-    if "PULSAR_ADMIN_URL" not in os.environ:
-        pytest.skip("PULSAR_URL and PULSAR_ADMIN_URL name no broker")
-    return Pulsar(os.environ["PULSAR_URL"], os.environ["PULSAR_ADMIN_URL"])
 
 
 @pytest.fixture

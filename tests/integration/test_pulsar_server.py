@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-import pulsar as client  # type: ignore[import-untyped]
+import pulsar as client
 import pytest
 
 from pillarbox.errors import EmbeddedServerError, MissingProgramError

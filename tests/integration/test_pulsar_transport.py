@@ -14,11 +14,11 @@ import pytest
 from pillarbox.testing.conformance import publisher as publishing
 from pillarbox.testing.conformance.publisher import PublisherContract, message
 from pillarbox.testing.link import Link, Way
-from pillarbox.testing.pulsar import LocalPulsar
 from pillarbox.transport import Message
 from pillarbox.transports.pulsar import PulsarTransport
 from pillarbox.transports.pulsar.connection import Endpoint
 from pillarbox.transports.pulsar.names import TopicName
+from tests.servers import Pulsar
 
 SMALL = 20_000
 """Bytes that an unwelcoming topic takes."""
@@ -45,7 +45,7 @@ def read_back(url: str, topic: str) -> list[Message]:
 class PulsarWorld(publishing.World):
     """A transport behind a link that can be made bad."""
 
-    def __init__(self, server: LocalPulsar, link: Link, **options: Any) -> None:
+    def __init__(self, server: Pulsar, link: Link, **options: Any) -> None:
         self._server = server
         self._link = link
         self.publisher: PulsarTransport = PulsarTransport(
@@ -57,6 +57,7 @@ class PulsarWorld(publishing.World):
 
     async def new_topic(self) -> str:
         topic = new_topic()
+        assert self.publisher.admin is not None
         await self.publisher.admin.create_topic(TopicName.parse(topic))
         return topic
 
@@ -78,27 +79,19 @@ class PulsarWorld(publishing.World):
         asyncio.get_running_loop().call_later(0.3, self._link.mend)
 
 
-async def limit_messages(server: LocalPulsar, topic: str, size: int) -> None:
+async def limit_messages(server: Pulsar, topic: str, size: int) -> None:
     """A topic may take less than its broker; the policy takes a moment to be known."""
     async with httpx.AsyncClient(base_url=f"{server.admin_url}/admin/v2/{TopicName.parse(topic).path}") as rest:
         for _ in range(100):
-            (await rest.post("/maxMessageSize", content=str(size), headers={"content-type": "application/json"})).raise_for_status()
+            (await rest.post("/maxMessageSize", json=size)).raise_for_status()
             if (await rest.get("/maxMessageSize")).text == str(size):
                 return
             await asyncio.sleep(0.05)
     raise TimeoutError
 
 
-# TEMP
-@pytest.fixture(scope="session")
-def pulsar():
-    from types import SimpleNamespace
-    return SimpleNamespace(url="pulsar://127.0.0.1:16650", admin_url="http://127.0.0.1:18080")
-# TEMP
-
-
 @pytest.fixture
-async def link(pulsar: LocalPulsar) -> AsyncIterator[Link]:
+async def link(pulsar: Pulsar) -> AsyncIterator[Link]:
     async with Link("127.0.0.1", int(pulsar.url.rpartition(":")[2])) as link:
         yield link
 
@@ -106,7 +99,7 @@ async def link(pulsar: LocalPulsar) -> AsyncIterator[Link]:
 @pytest.mark.parametrize("entries", ["by_key", "mixed"])
 class TestPulsarPublisher(PublisherContract):
     @pytest.fixture
-    async def world(self, pulsar: LocalPulsar, link: Link, entries: str) -> AsyncIterator[publishing.World]:
+    async def world(self, pulsar: Pulsar, link: Link, entries: str) -> AsyncIterator[publishing.World]:
         world = PulsarWorld(pulsar, link, entries=entries)
         yield world
         await world.publisher.close()
@@ -114,7 +107,7 @@ class TestPulsarPublisher(PublisherContract):
 
 class TestAtLeastOnce(PublisherContract):
     @pytest.fixture
-    async def world(self, pulsar: LocalPulsar, link: Link) -> AsyncIterator[publishing.World]:
+    async def world(self, pulsar: Pulsar, link: Link) -> AsyncIterator[publishing.World]:
         world = PulsarWorld(pulsar, link, guarantee="at_least_once")
         yield world
         await world.publisher.close()

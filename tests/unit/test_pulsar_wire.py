@@ -26,6 +26,7 @@ from pillarbox.transports.pulsar.entries import MAX_MESSAGES, Compression, Cut, 
 from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, Entry, Frames, ProtocolError, framed
 from pillarbox.transports.pulsar.names import TopicName
 from pillarbox.transports.pulsar.producer import Producer
+from tests.relays import soon
 
 Type = wire.Command.Type
 TOPIC = TopicName.parse("orders")
@@ -273,8 +274,7 @@ async def test_a_peer_that_says_nothing_is_given_up() -> None:
     async with peer_that(lambda _peer, _command: None) as (endpoint, peers):
         with pytest.raises(TimeoutError, match="does not answer"):
             await connected(endpoint, patience=0.05)
-        while not peers[0].transport.is_closing():
-            await asyncio.sleep(0)
+        await soon(peers[0].transport.is_closing)
 
 
 async def test_half_a_frame_and_then_silence_ends_the_connection() -> None:
@@ -299,9 +299,8 @@ async def test_a_dead_link_is_found_by_its_silence() -> None:
         peers,
     ):
         connection = await connected(endpoint, keep_alive=0.05)
-        while connection.lost is None:
-            await asyncio.sleep(0.01)
-        assert "nothing was heard" in connection.lost
+        await soon(lambda: connection.lost is not None)
+        assert "nothing was heard" in str(connection.lost)
         assert Type.PING in {each.type for each in peers[0].heard}
 
 
@@ -313,12 +312,10 @@ async def test_a_peer_that_is_heard_of_is_kept() -> None:
 
     async with peer_that(answers_pings) as (endpoint, peers):
         connection = await connected(endpoint, keep_alive=0.02)
-        while sum(each.type == Type.PING for each in peers[0].heard) < 5:
-            await asyncio.sleep(0.005)
+        await soon(lambda: sum(each.type == Type.PING for each in peers[0].heard) >= 5)
         assert connection.lost is None
         peers[0].say(ping=wire.Ping())
-        while peers[0].heard[-1].type != Type.PONG:
-            await asyncio.sleep(0)
+        await soon(lambda: peers[0].heard[-1].type == Type.PONG)
         connection.close()
 
 
@@ -332,8 +329,7 @@ async def test_who_we_are_is_said_again_when_the_broker_asks() -> None:
 
     async with peer_that(asks) as (endpoint, peers):
         connection = await Connection.open(endpoint, Token(lambda: next(tokens)))
-        while len(peers[0].heard) < 2:
-            await asyncio.sleep(0)
+        await soon(lambda: len(peers[0].heard) >= 2)
         connect, response = peers[0].heard
         assert (connect.connect.auth_method_name, connect.connect.auth_data) == ("token", b"first")
         assert response.auth_response.response.auth_data == b"second"
@@ -513,6 +509,5 @@ async def test_a_lost_connection_is_opened_again() -> None:
     async with peer_that(looks_up(here)) as (place, peers), client_of(place) as client:
         connection = await client.broker_of(TOPIC)
         peers[0].transport.abort()
-        while connection.lost is None:
-            await asyncio.sleep(0)
+        await soon(lambda: connection.lost is not None)
         assert (await client.broker_of(TOPIC)).lost is None

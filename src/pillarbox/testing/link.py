@@ -27,7 +27,7 @@ BOTH = frozenset(Way)
 class Link:
     """``async with Link(host, port) as link``: connect to ``link.port`` instead."""
 
-    def __init__(self, host: str, port: int, *, watch: Callable[[Self, bytes], None] | None = None) -> None:
+    def __init__(self, host: str, port: int, *, watch: Callable[[Link, bytes], None] | None = None) -> None:
         self.port = 0
         self._target = host, port
         self._watch = watch

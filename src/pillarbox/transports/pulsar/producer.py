@@ -128,9 +128,7 @@ class Producer:
         with suppress(OSError):  # a broker that is away has forgotten it anyhow
             await self._connection.ask(
                 _Type.CLOSE_PRODUCER,
-                lambda number: wire.Command(
-                    close_producer=wire.CloseProducer(producer_id=self._id, request_id=number)
-                ),
+                lambda number: wire.Command(close_producer=wire.CloseProducer(producer_id=self._id, request_id=number)),
                 patience=5.0,
             )
 

@@ -98,7 +98,8 @@ class PulsarTransport:
         )
         if timeout <= 0 or keep_alive <= 0 or max_message_bytes <= 4 * MAX_HEADERS or compress_from < 0:
             raise ConfigurationError(
-                f"timeout and keep_alive must be above 0, max_message_bytes above {4 * MAX_HEADERS} and compress_from not below 0"
+                "timeout and keep_alive must be above 0, compress_from not below, and max_message_bytes above "
+                f"{4 * MAX_HEADERS:,}"
             )
         numbered = self._guarantee is Guarantee.EXACTLY_ONCE
         if numbered and admin_url is None:
