@@ -7,6 +7,7 @@ that is there and does not start is an error.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pwd
 import re
@@ -16,13 +17,15 @@ import socket
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import psycopg
 import pymysql
@@ -32,7 +35,7 @@ from psycopg import sql
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import MissingExtraError, MissingProgramError
 from pillarbox.testing import maven, pulsar
-from tests import binaries, keeper
+from tests import binaries, jars, keeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -482,6 +485,63 @@ class Pulsar(PulsarClusters):
         self._claim.close()
 
 
+class JavaClient(Server):
+    """Pulsar's official client for Java, in a virtual machine that runs the commands of tests/java/ReadBack.java."""
+
+    label = "Pulsar's client for Java"
+    program = Path(__file__).parent / "java" / "ReadBack.java"
+
+    def start(self) -> None:
+        _program("javac")  # which java itself has inside, if it comes with a JDK
+        if not jars.folder().is_dir():
+            raise Missing(jars.obstacle() or "it was not fetched: make servers")
+        self.folder.mkdir()
+        self.version = jars.VERSION
+        # It lives for seconds: what makes a virtual machine fast later only makes it slow now.
+        options = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx256m", "-Dslf4j.internal.verbosity=ERROR")
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [_program("java"), *options, "-cp", jars.classpath(), self.program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                encoding="ascii",
+                start_new_session=True,
+            )
+        self.run("partitions", 1, keys=[])
+
+    def stop(self) -> None:
+        _end(self._process, signal.SIGKILL)
+        self._process.communicate()
+
+    def run(self, *words: str | int, keys: Sequence[str] | None = None) -> list[Any]:
+        """The answer to one command, line by line, decoded. Blocks."""
+        said, heard = self._process.stdin, self._process.stdout
+        assert said is not None
+        assert heard is not None
+        lines = ["\t".join(map(str, words))]
+        if keys is not None:
+            lines += [*(b64encode(key.encode()).decode() for key in keys), "."]
+        writing = threading.Thread(target=self._say, args=(said, lines))  # it answers before it has heard all
+        writing.start()
+        answer: list[Any] = []
+        while (line := heard.readline()) != "\n":
+            if not line:
+                raise RuntimeError(f"{self.label} has ended:\n{(self.folder / 'log').read_text()}")
+            answer.append(json.loads(line))
+        writing.join()
+        if answer and isinstance(answer[-1], dict) and "error" in answer[-1]:
+            raise RuntimeError(f"{answer[-1]['error']}\n{(self.folder / 'log').read_text()}")
+        return answer
+
+    @staticmethod
+    def _say(said: IO[str], lines: Sequence[str]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # whoever reads the answer sees that it has ended
+            said.write("\n".join(lines) + "\n")
+            said.flush()
+
+
 KINDS: dict[str, type[Server]] = {
     "embedded": Embedded,
     "system": System,
@@ -495,6 +555,7 @@ KINDS: dict[str, type[Server]] = {
     "prometheus": Prometheus,
     "pulsar": Pulsar,
     "pulsar-cluster": PulsarClusters,
+    "java": JavaClient,
 }
 
 
@@ -567,6 +628,8 @@ def installable(kind: str) -> bool:
         return binaries.obstacle() is None
     if kind in ("pulsar", "pulsar-cluster") and maven.obstacle() is None and shutil.which("java") is not None:
         return True
+    if kind == "java":
+        return jars.obstacle() is None
     return kind in ("embedded", "logical", "sqlite") or (os.geteuid() == 0 and shutil.which("apt-get") is not None)
 
 
@@ -658,7 +721,7 @@ def _spawn(command: Sequence[str | Path], account: pwd.struct_passwd | None, log
         )
 
 
-def _end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+def _end(process: subprocess.Popen[Any], how: signal.Signals) -> None:
     """Nobody needs the data any more, so the quickest way is good enough."""
     process.send_signal(how)
     process.wait(30)
