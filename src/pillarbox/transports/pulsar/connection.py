@@ -10,10 +10,10 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple, Protocol, cast
 
-from ... import __version__
 from ...errors import ConfigurationError
 from . import wire_pb2 as wire
 from .credentials import Credentials
@@ -21,7 +21,7 @@ from .frames import PING, PONG, Frames, ProtocolError, framed
 
 PROTOCOL_VERSION = 20
 DEFAULT_MESSAGE_LIMIT = 5 * 1_048_576
-_CLIENT = f"pillarbox {__version__}"
+_CLIENT = f"pillarbox {version('pillarbox')}"
 _Type = wire.Command.Type
 _ABOUT_PRODUCERS: dict[int, str] = {
     _Type.SEND_RECEIPT: "send_receipt",

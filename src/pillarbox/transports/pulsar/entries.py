@@ -88,4 +88,4 @@ class Cutter:
             if len(smaller) < size:
                 compression, payload = kind, smaller
         key = messages[0].key if self._by_key or len(messages) == 1 else None
-        return Entry(messages, payload, indexes, key or None, compression, size)
+        return Entry(messages, payload, indexes, key, compression, size)
