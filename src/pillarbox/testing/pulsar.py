@@ -426,7 +426,12 @@ class PulsarCluster(LocalPulsar):
         self._kill("bookie")
 
     def start_bookie(self) -> None:
-        """Start a bookie that was killed, and wait until it takes connections."""
+        """Start a bookie that was killed, and wait until brokers can find it.
+
+        One that finds its old self registered keeps that, and is lost when that session expires: so this waits first.
+        """
+        registration = f"/ledgers/available/{HOST}:{self._port('bookie')}".encode()
+        self._wait("zookeeper", lambda: registration not in self._asked_zookeeper(b"dump"))
         settings = {
             "bookiePort": str(self._port("bookie")),
             "advertisedAddress": HOST,
@@ -438,6 +443,7 @@ class PulsarCluster(LocalPulsar):
             "metadataServiceUri": f"metadata-store:{self._zookeeper}",
             "zkTimeout": "6000",
             "httpServerEnabled": "false",
+            "autoRecoveryDaemonEnabled": "false",
             "statsProviderClass": "org.apache.bookkeeper.stats.NullStatsProvider",
             "dbStorage_writeCacheMaxSizeMb": "64",
             "dbStorage_readAheadCacheMaxSizeMb": "64",
@@ -446,7 +452,7 @@ class PulsarCluster(LocalPulsar):
         }
         conf = self._configure("bookkeeper", settings)
         self._spawn("bookie", [*_SMALL, "org.apache.bookkeeper.server.Main", "--conf", str(conf)])
-        self._wait("bookie", lambda: _answers(self._port("bookie")))
+        self._wait("bookie", lambda: registration in self._asked_zookeeper(b"dump"))
 
     def freeze_bookie(self) -> None:
         """SIGSTOP the bookie: what is sent is taken by the broker, and stays without an answer."""
@@ -471,10 +477,10 @@ class PulsarCluster(LocalPulsar):
         self.start_bookie()
 
     def _start_zookeeper(self) -> None:
-        port = self._port("zookeeper")
         settings = {
             "dataDir": str(self._data("zookeeper")),
-            "clientPort": str(port),
+            "clientPort": str(self._port("zookeeper")),
+            "4lw.commands.whitelist": "srvr, dump",
             "clientPortAddress": HOST,
             "admin.enableServer": "false",
             "metricsProvider.className": "org.apache.zookeeper.metrics.impl.NullMetricsProvider",
@@ -482,7 +488,12 @@ class PulsarCluster(LocalPulsar):
         conf = self._configure("zookeeper", settings)
         main = ("-Dzookeeper.snapshot.trust.empty=true", "org.apache.zookeeper.server.quorum.QuorumPeerMain")
         self._spawn("zookeeper", [*_SMALL, *main, str(conf)])
-        self._wait("zookeeper", lambda: b"Mode: standalone" in _said(port, b"srvr"))
+        self._wait("zookeeper", lambda: b"Mode: standalone" in self._asked_zookeeper(b"srvr"))
+
+    def _asked_zookeeper(self, question: bytes) -> bytes:
+        with socket.create_connection((HOST, self._port("zookeeper")), timeout=5) as connection:
+            connection.sendall(question)
+            return b"".join(iter(lambda: connection.recv(4096), b""))
 
     def _initialize(self) -> None:
         options = {"-c": self.cluster_name, "-md": self._zookeeper, "-cms": self._zookeeper}
@@ -587,17 +598,6 @@ def _is_free(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _answers(port: int) -> bool:
-    socket.create_connection((HOST, port), timeout=1).close()
-    return True
-
-
-def _said(port: int, question: bytes) -> bytes:
-    with socket.create_connection((HOST, port), timeout=1) as connection:
-        connection.sendall(question)
-        return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
 def _holds(ready: Callable[[], bool]) -> bool:
