@@ -47,7 +47,8 @@ def pulsar(port: int, admin_port: int, config: Path | None, as_json: bool) -> No
     It listens on 127.0.0.1 only, and keeps its data for the next time. It needs Java 17 or newer; Pulsar itself is
     fetched by Maven when it is first asked for.
     """
-    server = LocalPulsar((load_settings(config).home or home()) / "pulsar", port=port, admin_port=admin_port)
+    folder = (load_settings(config).home or home()) / "pulsar"
+    server = LocalPulsar(folder, port=port, admin_port=admin_port, quick_start=True)
     if not is_installed():
         click.echo(f"fetching Apache Pulsar {VERSION} (245 MB); this is done once", err=True)
         install()
