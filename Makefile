@@ -14,7 +14,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-recovery prove-http prove-cursor prove-cdc simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-recovery prove-http prove-cursor prove-cdc simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ prove-fuzz: setup ## the long random proof
 
 prove-kills: setup servers ## 20,000 events through relays that are killed 40 times, on PostgreSQL and MariaDB
 	$(BIN)/python -m tests.prove.kills
+
+prove-ack-kill: setup servers ## 200 relays that die between the acknowledgement of a Pulsar broker and their own note of it
+	$(BIN)/python -m tests.prove.ack_kill
 
 prove-recovery: setup servers ## how long lanes stand still after a kill and a stop, and what an outage costs
 	$(BIN)/python -m tests.prove.recovery

@@ -107,9 +107,11 @@ async def until_somebody_waits(box: Pillarbox) -> None:
     waiting = text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     )
-    async with asyncio.timeout(10), box.engine.connect() as connection:
+    # It may be a process that has to start first, on a machine that has much else to do.
+    async with asyncio.timeout(60), box.engine.connect() as connection:
         while not (await connection.execute(waiting)).scalar():
             await connection.rollback()
+            await asyncio.sleep(0.01)
 
 
 async def make_due(engine: AsyncEngine) -> None:

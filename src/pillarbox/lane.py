@@ -633,7 +633,8 @@ class LaneWorker:
             if last >= self.lane.next_number:
                 raise LaneHaltedError(
                     f"{place} has message {last} of {self._producer}, and the outbox has announced no more than "
-                    f"{self.lane.next_number - 1}: the database went back in time"
+                    f"{self.lane.next_number - 1}: the database went back in time, and new events would be dropped as "
+                    "known; `pillarbox outbox new-install-id` goes on under another name"
                 )
             if last < (reached := self._numbering.reached(self.lane, place)):
                 self._report.forgotten(place, last, reached)

@@ -35,6 +35,7 @@ from ..stores.schema import check_schema
 from ..transport import Capabilities
 from .convert import command as convert
 from .database import ask, load_settings, opened, run
+from .identity import command as new_install_id
 from .output import (
     CommandError,
     Exit,
@@ -70,6 +71,7 @@ def command() -> None:
 
 
 command.add_command(rebase)
+command.add_command(new_install_id)
 command.add_command(convert)
 command.add_command(partition)
 

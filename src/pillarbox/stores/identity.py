@@ -1,0 +1,31 @@
+"""Who this installation is to brokers that deduplicate: a part of the name of every producer."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from sqlalchemy import Connection, func, select, update
+
+from .. import clock
+from ..errors import StoreError
+from .inspection import lane_states
+from .operations import Author
+from .retention import note
+from .tables import lanes, meta
+
+
+def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:
+    """Become another installation, in a transaction of its caller: the new id, how many batches were announced and not
+    settled, of which what has left leaves again, and the number of the row in the trail.
+    """
+    before: UUID = connection.execute(select(meta.c.install_id).with_for_update()).scalar_one()
+    if held := [f"{lane.route}/{lane.shard}" for lane in lane_states(connection) if lane.held]:
+        names = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+        raise StoreError(f"relays hold lanes ({names}), and know us by the old name: stop them first")
+    install = clock.current().new_id()
+    connection.execute(update(meta).values(install_id=install))
+    batches = connection.execute(
+        select(func.count()).select_from(lanes).where(lanes.c.announced.is_not(None))
+    ).scalar_one()
+    details = {"install_id": str(install), "old_install_id": str(before), "batches": batches}
+    return install, batches, note(connection, author, "new-install-id", "database", details=details)
