@@ -1,4 +1,4 @@
-"""Apache Pulsar: `PulsarTransport` publishes, exactly once where the broker deduplicates."""
+"""Apache Pulsar: `PulsarTransport` publishes, exactly once where the broker can; `PulsarSubscriber` receives."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ except ImportError as error:
     raise MissingExtraError(f"Pulsar ({error.name})", extra="pulsar") from None
 
 from .credentials import Anonymous, Certificate, Credentials, OAuth2, Tls, Token
+from .subscriber import PulsarSubscriber
 from .transport import PulsarTransport
 
-__all__ = ["Anonymous", "Certificate", "Credentials", "OAuth2", "PulsarTransport", "Tls", "Token"]
+__all__ = ["Anonymous", "Certificate", "Credentials", "OAuth2", "PulsarSubscriber", "PulsarTransport", "Tls", "Token"]
