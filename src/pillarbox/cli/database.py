@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from ..embedded import EmbeddedPostgres
 from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
 from ..settings import Settings, masked
+from ..stores import sqlite
 from ..stores.inspection import do_not_compile
 from ..stores.schema import check_schema
 from ..telemetry import JsonFormatter
@@ -94,6 +95,22 @@ async def opened(
         stack.push_async_callback(engine.dispose)
         async with reached(engine, f"database_url (from {source})"):
             yield engine
+
+
+@asynccontextmanager
+async def changing(settings: Settings) -> AsyncIterator[AsyncEngine]:
+    """The database, migrated, for those who write."""
+    async with opened(settings) as engine:
+        sqlite.put_right(engine.sync_engine)
+        async with engine.connect() as connection:
+            await connection.run_sync(check_schema)
+        yield engine
+
+
+async def change(settings: Settings, work: Callable[[Connection], _T]) -> _T:
+    """Change something, in one transaction."""
+    async with changing(settings) as engine, engine.begin() as connection:
+        return await connection.run_sync(work)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import click
 
 from ..stores import identity
 from ..stores.operations import Author
-from .database import changed, load_settings, run
+from .database import change, load_settings, run
 from .output import confirm, confirmed, emit, number, options, signed
 
 
@@ -31,7 +31,7 @@ def command(config: Path | None, as_json: bool, *, yes: bool, by: str, reason: s
     told = "nothing was done"
     if not dry_run:
         confirm("send under a new name from now on", yes=yes)
-        install, batches, entry = run(changed(settings, lambda it: identity.renew(it, Author(by, reason))))
+        install, batches, entry = run(change(settings, lambda it: identity.renew(it, Author(by, reason))))
         report |= {"install_id": install, "batches": batches, "audit": entry}
         told = f"done, audit entry {entry}, install id {install}"
         if batches:

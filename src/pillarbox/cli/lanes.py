@@ -14,7 +14,7 @@ from ..stores import inspection, operations
 from ..stores.inspection import LaneState
 from ..stores.operations import Author, Change, Handle, Lanes, Tenant
 from .database import ask, load_settings, run
-from .outbox import change as changed
+from .database import change as changed
 from .output import (
     CommandError,
     Exit,

@@ -9,8 +9,8 @@ import asyncio
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -19,7 +19,6 @@ from uuid import UUID
 import click
 import msgspec
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from .. import clock
 from ..codecs.cloudevents import CloudEventsCodec
@@ -28,13 +27,12 @@ from ..errors import EventError
 from ..outbox import Status
 from ..payload import plain as exact
 from ..settings import Settings
-from ..stores import inspection, operations, sqlite
+from ..stores import inspection, operations
 from ..stores.inspection import AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Author, Run, Selection
-from ..stores.schema import check_schema
 from ..transport import Capabilities
 from .convert import command as convert
-from .database import ask, load_settings, opened, run
+from .database import ask, change, changing, load_settings, run
 from .identity import command as new_install_id
 from .output import (
     CommandError,
@@ -460,22 +458,6 @@ def _checked(body: bytes, delivery: Details, *, limit: int, event_id: UUID) -> b
         raise CommandError(f"the body cannot be sent as {kind}: {error}", Exit.PROBLEM) from None
     # There the identity is part of the body: with the old one, consumers would take it for a duplicate.
     return msgspec.json.encode(content | {"id": str(event_id)})
-
-
-@asynccontextmanager
-async def changing(settings: Settings) -> AsyncIterator[AsyncEngine]:
-    """The database, migrated, for those who write."""
-    async with opened(settings) as engine:
-        sqlite.put_right(engine.sync_engine)
-        async with engine.connect() as connection:
-            await connection.run_sync(check_schema)
-        yield engine
-
-
-async def change(settings: Settings, work: Callable[[Connection], _T]) -> _T:
-    """Change something, in one transaction."""
-    async with changing(settings) as engine, engine.begin() as connection:
-        return await connection.run_sync(work)
 
 
 from . import retention  # noqa: E402, F401  it adds its commands to ours, and needs what is above

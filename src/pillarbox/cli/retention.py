@@ -30,8 +30,8 @@ from ..stores.archive import Archived, Summary, Unfinished, Writer
 from ..stores.operations import Author
 from ..stores.retention import Page, Position, Scope, Stretch
 from . import partitions
-from .database import ask, load_settings, run
-from .outbox import changing, command, duration, signals
+from .database import ask, changing, load_settings, run
+from .outbox import command, duration, signals
 from .output import CommandError, Exit, Number, Whole, check_text, confirm, confirmed, emit, number, options, signed
 
 _TRIES = 5
