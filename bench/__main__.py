@@ -23,6 +23,7 @@ from . import (
     kept,
     late,
     latency,
+    pulsar,
     side_by_side,
     signals,
     snapshot,
@@ -43,6 +44,7 @@ SUBJECTS: dict[str, ModuleType] = {
     "late": late,
     "cdc": cdc,
     "fairness": fairness,
+    "pulsar": pulsar,
     "imports": imports,
 }
 
