@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -44,6 +45,9 @@ from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 _Prepared = tuple[Engine, tuple[RouteRecord, ...]]
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
+
+
+logger = logging.getLogger("pillarbox")
 
 
 class Pillarbox:
@@ -159,6 +163,11 @@ class Pillarbox:
         for relay in [*self._relays]:
             relay.stop()
             await relay.finished()
+        for name, transport in self.transports.items():
+            try:
+                await transport.close()
+            except Exception:
+                logger.exception("transports[%r] cannot be closed", name)
         await self.doorbell.close()
         self._started = False
         if self._relay_engine is not None:

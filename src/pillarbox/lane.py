@@ -41,6 +41,8 @@ oversize looks like an outage, and must not take innocent messages with it."""
 DEADLY_TRIES = 3
 """A batch that so many relays died of is sent one message at a time."""
 
+LATE = "no answer in time"
+
 _Item = tuple[int, Row]
 
 
@@ -470,7 +472,7 @@ class LaneWorker:
             async with self._within_lease():
                 outcome = await self._publisher.send(self._producer, messages)
         except TimeoutError as error:
-            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=str(error) or "no answer in time")
+            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=str(error) or LATE)
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -561,7 +563,7 @@ class LaneWorker:
             async with self._within_lease():
                 lasts = await self._publisher.open(self._producer, {row.topic for _, row in items})
         except (OSError, TimeoutError) as error:
-            return None, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error))
+            return None, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
         # Open, then the fenced write, then send: the other order would let a sleeper in.
         self._check_lease()
         self.lane = await self._store.amend(self.lane, ())
@@ -606,7 +608,7 @@ class LaneWorker:
             except TopicsRefusedError as error:
                 self._set_aside(plan, error.reasons)
             except (OSError, TimeoutError) as error:
-                await self._rest(Verdict.UNAVAILABLE.value, str(error))
+                await self._rest(Verdict.UNAVAILABLE.value, str(error) or LATE)
                 return False
             else:
                 self._check_lasts(lasts)

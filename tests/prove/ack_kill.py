@@ -149,7 +149,7 @@ async def prove(database: str, url: str, admin: str, *, kills: int, seed: int) -
                 raise RuntimeError(f"a relay ended by itself, with {code}")
         enough.set()
         await writing
-        await box.relay(lease=LEASE).drain()
+        await box.relay().drain()
         await box.engine.dispose()
     found = await asyncio.to_thread(read_topic, url, topic)
     events = sum(written.values())
