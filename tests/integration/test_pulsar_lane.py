@@ -366,7 +366,9 @@ async def test_h100_what_was_pushed_and_not_stored_is_not_lost(
 
 async def _sending(box: Pillarbox) -> None:
     async def sending() -> bool:
-        return Status.SENDING in await statuses(box)
+        async with box.engine.connect() as connection:
+            announced = sa.text("SELECT count(*) FROM pillarbox_lanes WHERE announced IS NOT NULL")
+            return (await connection.execute(announced)).scalar_one() == 3
 
     await soon(sending)
 

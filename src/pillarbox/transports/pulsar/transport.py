@@ -1,7 +1,7 @@
 """Apache Pulsar, exactly once: a lane's numbers, the broker's deduplication, and a producer name that is the lane's.
 
 We speak the broker's protocol ourselves, because a batch is deduplicated only if it carries its first and its highest
-number, which the official client for Python never sends. See docs/how-to/pulsar.md for what is promised and what breaks
+number, which the official client for Python never sends. See docs/explanation/pulsar.md for what is promised and what breaks
 it.
 """
 
