@@ -405,9 +405,9 @@ async def test_a_topic_that_moves_ends_the_producer_and_not_the_connection() -> 
 
 
 @asynccontextmanager
-async def client_of(*endpoints: Endpoint) -> AsyncIterator[Client]:
+async def client_of(*endpoints: Endpoint, listener_name: str | None = None) -> AsyncIterator[Client]:
     url = "pulsar://" + ",".join(f"{each.host}:{each.port}" for each in endpoints)
-    client = Client(url, Anonymous(), Tls(), timeout=1.0, keep_alive=30.0)
+    client = Client(url, Anonymous(), Tls(), timeout=1.0, keep_alive=30.0, listener_name=listener_name)
     try:
         yield client
     finally:
@@ -444,6 +444,17 @@ async def test_redirects_are_followed_to_the_broker_of_the_topic() -> None:
             connection = await client.broker_of(TOPIC)
             assert connection.address == there
             assert len(peers) == 1, "one connection to each broker"
+
+
+async def test_a_broker_with_several_listeners_is_told_which_one_we_mean() -> None:
+    def asked_for(asked: wire.Lookup) -> wire.LookupResponse:
+        assert asked.advertised_listener_name == "outside"
+        return wire.LookupResponse(
+            request_id=asked.request_id, response=wire.LookupResponse.Connect, broker_service_url=f"pulsar://{place}"
+        )
+
+    async with peer_that(looks_up(asked_for)) as (place, _), client_of(place, listener_name="outside") as client:
+        assert (await client.broker_of(TOPIC)).address == place
 
 
 async def test_going_round_in_circles_ends() -> None:

@@ -23,7 +23,14 @@ class Client:
     """
 
     def __init__(
-        self, service_url: str, credentials: Credentials, tls: Tls, *, timeout: float, keep_alive: float
+        self,
+        service_url: str,
+        credentials: Credentials,
+        tls: Tls,
+        *,
+        timeout: float,
+        keep_alive: float,
+        listener_name: str | None = None,
     ) -> None:
         scheme, _, hosts = service_url.partition("://")
         self._secure = scheme == "pulsar+ssl"
@@ -32,6 +39,7 @@ class Client:
         self._tls = tls
         self._timeout = timeout
         self._keep_alive = keep_alive
+        self._listener_name = listener_name
         self._connections: dict[Endpoint, Connection] = {}
         self._opening: dict[Endpoint, asyncio.Lock] = {}
 
@@ -77,7 +85,12 @@ class Client:
         answer: wire.LookupResponse = await connection.ask(
             _Type.LOOKUP,
             lambda number: wire.Command(
-                lookup=wire.Lookup(topic=str(topic), request_id=number, authoritative=authoritative)
+                lookup=wire.Lookup(
+                    topic=str(topic),
+                    request_id=number,
+                    authoritative=authoritative,
+                    advertised_listener_name=self._listener_name,
+                )
             ),
             patience=self._timeout,
         )

@@ -69,7 +69,8 @@ class PulsarTransport:
     ``url`` is the binary protocol's (``pulsar://host:6650``, several hosts separated by commas, ``pulsar+ssl://`` for
     TLS), ``admin_url`` the REST interface's: there we see that deduplication is on, without which ``exactly_once`` is
     refused. ``entries`` cut ``by_key`` are right for every subscription; ``mixed`` ones are faster, and wrong for
-    key_shared. Payloads from ``compress_from`` bytes on are compressed, if ``compression`` says so.
+    key_shared. Payloads from ``compress_from`` bytes on are compressed, if ``compression`` says so. ``listener_name``
+    is which of its ``advertisedListeners`` a broker is to send us to, where it has several, as behind a port forward.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class PulsarTransport:
         tls: Tls | None = None,
         timeout: float = 5.0,
         keep_alive: float = 5.0,
+        listener_name: str | None = None,
     ) -> None:
         address = parse_address(url)
         if address.options:
@@ -114,7 +116,9 @@ class PulsarTransport:
             grouped=cut is Cut.BY_KEY,
         )
         self._limit = max_message_bytes
-        self._client = Client(address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive)
+        self._client = Client(
+            address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive, listener_name=listener_name
+        )
         self.admin = PulsarAdmin(admin_url, credentials, tls) if admin_url is not None else None
         self._timeout = timeout
         self._producers: dict[str, dict[str, Producer]] = {}
