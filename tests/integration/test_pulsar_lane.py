@@ -368,7 +368,7 @@ async def _sending(box: Pillarbox) -> None:
     async def sending() -> bool:
         async with box.engine.connect() as connection:
             announced = sa.text("SELECT count(*) FROM pillarbox_lanes WHERE announced IS NOT NULL")
-            return (await connection.execute(announced)).scalar_one() == 3
+            return bool((await connection.execute(announced)).scalar_one() == 3)
 
     await soon(sending)
 

@@ -17,7 +17,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message
+from pillarbox.transports import connect
 from pillarbox.transports.pulsar import Anonymous, Tls, Token, wire_pb2
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
@@ -522,3 +524,31 @@ async def test_a_lost_connection_is_opened_again() -> None:
         peers[0].transport.abort()
         await soon(lambda: connection.lost is not None)
         assert (await client.broker_of(TOPIC)).lost is None
+
+
+# -- the address of the settings ---------------------------------------------------------------------------------------
+
+
+def test_an_address_says_how_to_send() -> None:
+    transport = connect("broker", "pulsar://host:6650?admin=http://host:8080&entries=mixed&compress_from=100")
+    assert not transport.capabilities.grouped
+    assert transport.capabilities.numbered
+    assert repr(transport) == "PulsarTransport('pulsar://host:6650')"
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("pulsar://host", "exactly_once needs admin_url"),
+        ("pulsar://host?admin=http://host&speed=9", "no option 'speed'"),
+        ("pulsar://host?admin=http://host&timeout=soon", "timeout of a Pulsar address is a number"),
+        ("pulsar://host?admin=http://host&timeout=0", "must be above 0"),
+        ("pulsar://host?admin=http://host&entries=small", "entries is one of by_key, mixed"),
+        ("pulsar://host?admin=http://host&guarantee=perhaps", "guarantee is one of"),
+        ("pulsar://host?admin=http://host&token=secret", "holds a secret"),
+    ],
+)
+def test_an_address_that_is_wrong_says_what_is(address: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint) as error:
+        connect("broker", address)
+    assert "=secret" not in str(error.value)

@@ -16,7 +16,7 @@ def connect(name: str, address: str) -> Publisher:
     if scheme in ("pulsar", "pulsar+ssl"):
         from .pulsar import PulsarTransport  # noqa: PLC0415
 
-        return PulsarTransport(address)
+        return PulsarTransport.from_address(address)
     raise ConfigurationError(
         f"transports: {name} has the address {scheme!r}, which is not known; use logging: or pulsar://host:6650"
     )

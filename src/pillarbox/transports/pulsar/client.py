@@ -32,6 +32,7 @@ class Client:
         keep_alive: float,
         listener_name: str | None = None,
     ) -> None:
+        self.url = service_url
         scheme, _, hosts = service_url.partition("://")
         self._secure = scheme == "pulsar+ssl"
         self._seeds = [_endpoint(f"{scheme}://{host}") for host in hosts.split(",")]

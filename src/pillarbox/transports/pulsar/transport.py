@@ -1,18 +1,18 @@
 """Apache Pulsar, exactly once: a lane's numbers, the broker's deduplication, and a producer name that is the lane's.
 
 We speak the broker's protocol ourselves, because a batch is deduplicated only if it carries its first and its highest
-number, which the official client for Python never sends. See docs/explanation/pulsar.md for what is promised and what breaks
-it.
+number, which the official client for Python never sends. See docs/explanation/pulsar.md for what is promised and what
+breaks it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ...errors import ConfigurationError
 from ...transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
@@ -48,6 +48,19 @@ RECOUNT = 60.0
 """Seconds after which we look again how many partitions a topic has."""
 IDLE = 300.0
 """Seconds after which a producer that sends nothing is closed, when others are opened."""
+
+
+_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "guarantee": str,
+    "entries": str,
+    "compression": str,
+    "compress_from": int,
+    "max_message_bytes": int,
+    "timeout": float,
+    "keep_alive": float,
+    "listener_name": str,
+}
+"""What an address may say, beside where the cluster is and who we are."""
 
 
 class _Topic(NamedTuple):
@@ -131,8 +144,24 @@ class PulsarTransport:
         """Of topics that take less than their broker does."""
         self._numbers: dict[str, int] = {}
 
+    @classmethod
+    def from_address(cls, address: str) -> PulsarTransport:
+        """From the settings: ``pulsar://host:6650?admin=http://host:8080&entries=mixed``."""
+        parsed = parse_address(address)
+        options: dict[str, Any] = {}
+        for name, value in parsed.options.items():
+            if name not in _OPTIONS:
+                raise ConfigurationError(f"a Pulsar address has no option {name!r}; there are {', '.join(_OPTIONS)}")
+            try:
+                options[name] = _OPTIONS[name](value)
+            except ValueError:
+                raise ConfigurationError(f"the option {name} of a Pulsar address is a number, not {value!r}") from None
+        return cls(
+            parsed.service_url, admin_url=parsed.admin_url, credentials=parsed.credentials, tls=parsed.tls, **options
+        )
+
     def __repr__(self) -> str:
-        return f"PulsarTransport({self._client})"
+        return f"PulsarTransport({self._client.url!r})"
 
     @property
     def capabilities(self) -> Capabilities:
