@@ -338,6 +338,24 @@ class TestDemo:
         assert complaint == ""
         assert_nothing_is_left(migrated)
 
+    @on_postgres
+    @pytest.mark.usefixtures("pulsar")
+    def test_on_pulsar_no_duplicate_is_forgiven(self, demo: Demo, migrated: Database) -> None:
+        printed, complaint = demo("--broker", "pulsar", "--seconds", "5", "--json")
+        report = json.loads(printed)
+        assert report["balanced"]
+        assert report["committed"] == report["delivered"] > 0
+        assert report["duplicates"] == 0
+        assert {fault["kind"] for fault in report["faults"]} == {"kill", "freeze", "stop_sink"}
+        assert complaint == ""
+        assert_nothing_is_left(migrated)
+
+    @on_postgres
+    @pytest.mark.usefixtures("migrated")
+    def test_pulsar_cannot_be_poisoned(self, demo: Demo) -> None:
+        _, complaint = demo("--broker", "pulsar", "--poison", code=Exit.USAGE)
+        assert "--poison goes with --broker sink" in complaint
+
     @pytest.mark.usefixtures("embedded")
     def test_without_a_database_in_one_of_its_own_line_by_line(self, demo: Demo) -> None:
         printed, complaint = demo("--seconds", "2.5", "--no-faults")

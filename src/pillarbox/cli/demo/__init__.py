@@ -21,17 +21,27 @@ from ..output import CommandError, Exit, Number, emit, options, shown, table
 
 @click.command()
 @click.option("--seconds", type=Number(0, 3600, min_open=True), metavar="N", default=30.0, show_default=True)
+@click.option(
+    "--broker",
+    type=click.Choice(["sink", "pulsar"]),
+    default="sink",
+    show_default=True,
+    help="What relays send to: a process of the demo, or a real Pulsar, exactly once.",
+)
 @click.option("--kill", is_flag=True, help="Kill a relay.")
 @click.option("--freeze", is_flag=True, help="Freeze a relay for longer than its lease.")
-@click.option("--stop-sink", is_flag=True, help="Stop the sink for a while.")
-@click.option("--poison", is_flag=True, help="Send an event that the sink rejects, and redrive it later.")
+@click.option("--stop-sink", is_flag=True, help="Stop the sink, or the broker, for a while.")
+@click.option(
+    "--poison", is_flag=True, help="Send an event that the sink rejects, and redrive it later. Not on Pulsar."
+)
 @click.option("--no-faults", is_flag=True, help="Let nothing go wrong. Without any of these flags, everything does.")
 @options
-def command(config: Path | None, as_json: bool, seconds: float, no_faults: bool, **faults: bool) -> None:
+def command(config: Path | None, as_json: bool, seconds: float, broker: str, no_faults: bool, **faults: bool) -> None:
     """Write under load, let things go wrong, and see that nothing is lost.
 
     Runs on a database of its own within the embedded PostgreSQL or, if database_url is set, on that database, which
     must be migrated. Whatever the demo writes there it removes. Exits with 1 if the figures do not balance.
+    With --broker pulsar, which takes Java 17, no duplicate is forgiven.
     """
     # Not above: the processes of the demo are modules of this package, too, and need none of this.
     from ..database import load_settings, run  # noqa: PLC0415
@@ -41,10 +51,14 @@ def command(config: Path | None, as_json: bool, seconds: float, no_faults: bool,
 
     if no_faults and any(faults.values()):
         raise click.UsageError("--no-faults goes with none of the other flags.")
-    kinds = [] if no_faults else [Kind(name) for name, chosen in faults.items() if chosen] or list(PLAN)
+    pulsar = broker == "pulsar"
+    if pulsar and faults["poison"]:
+        raise click.UsageError("Pulsar rejects nothing: --poison goes with --broker sink.")
+    every = [kind for kind in PLAN if not (pulsar and kind is Kind.POISON)]
+    kinds = [] if no_faults else [Kind(name) for name, chosen in faults.items() if chosen] or every
     pictured = (sys.stderr if as_json else sys.stdout).isatty()
     stream = (sys.stderr if pictured else None) if as_json else sys.stdout
-    report = run(play(load_settings(config), seconds, kinds, audience(stream)))
+    report = run(play(load_settings(config), seconds, kinds, audience(stream), pulsar=pulsar))
     if as_json or not pictured:
         emit(report, table(_figures(report)), as_json=as_json)
     if not report["balanced"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ...app import Pillarbox
 from ...context import event_context
@@ -20,6 +21,9 @@ from .processes import Processes
 from .shop import Shop, route, tables
 from .stage import Scene, Stage, percentile
 from .transport import SinkTransport
+
+if TYPE_CHECKING:
+    from ...testing.pulsar import LocalPulsar
 
 RELAYS = 2
 
@@ -38,11 +42,15 @@ def audience(stream: IO[str] | None) -> Audience:
     return lambda _stage: nullcontext(Lines(stream))
 
 
-async def play(settings: Settings, seconds: float, kinds: Collection[Kind], looking: Audience) -> dict[str, Any]:
+async def play(
+    settings: Settings, seconds: float, kinds: Collection[Kind], looking: Audience, *, pulsar: bool = False
+) -> dict[str, Any]:
     """Run the demo; its report."""
     lease = min(2.0, max(1.0, seconds / 15))
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(opened(settings, embedded="pillarbox_demo"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-demo-")))
+        broker = await stack.enter_async_context(_broker(folder)) if pulsar else None
         transports = {route.to: SinkTransport(0, "shop", timeout=1.0)}
         box = Pillarbox(engine, transports=transports, routes=[route], shards=settings.shards, tenancy=settings.tenancy)
         await stack.enter_async_context(box)
@@ -52,15 +60,29 @@ async def play(settings: Settings, seconds: float, kinds: Collection[Kind], look
             await connection.run_sync(check_schema)
         await stack.enter_async_context(tables(engine))
         await box.register()
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-demo-")))
         url = engine.url.render_as_string(hide_password=False)
-        processes = Processes(folder, url=url, destination=route.to, relays=RELAYS, lease=lease)
+        processes = Processes(
+            folder, url=url, destination=route.to, relays=RELAYS, lease=lease, broker=broker, topic=route.topic
+        )
         await stack.enter_async_context(processes)
-        stage = Stage(Shop(box), processes, seconds=seconds, lease=lease)
+        stage = Stage(Shop(box), processes, seconds=seconds, lease=lease, exactly_once=pulsar)
         service = settings.service
         stack.enter_context(event_context(source_service=service.name, source_version=service.version))
         show = stack.enter_context(looking(stage))
         return _report(stage, await stage.play(kinds, show))
+
+
+@asynccontextmanager
+async def _broker(folder: Path) -> AsyncIterator[LocalPulsar]:
+    """A real Pulsar, which goes with the demo."""
+    from ...testing.pulsar import LocalPulsar  # noqa: PLC0415  only this demo needs it
+
+    broker = LocalPulsar(folder / "pulsar", quick_start=True)
+    await asyncio.to_thread(broker.start)
+    try:
+        yield broker
+    finally:
+        await asyncio.to_thread(broker.kill)
 
 
 def _report(stage: Stage, balance: Balance) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from string import ascii_lowercase
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -19,6 +19,9 @@ from ... import clock
 from .child import Child
 from .ledger import Fault, Kind
 from .sink import Arrivals
+
+if TYPE_CHECKING:
+    from ...testing.pulsar import LocalPulsar
 
 
 class State(StrEnum):
@@ -40,15 +43,37 @@ class Slot:
 
 
 class Processes:
-    """The processes between the database and the sink's file. None of them outlives the block."""
+    """The processes between the database and the sink's file. None of them outlives the block. With a broker, that is
+    where relays send to, and a witness writes the file.
+    """
 
-    def __init__(self, folder: Path, *, url: str, destination: str, relays: int, lease: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        url: str,
+        destination: str,
+        relays: int,
+        lease: float,
+        broker: LocalPulsar | None = None,
+        topic: str = "",
+    ) -> None:
         self._folder = folder
+        self._broker = broker
+        addresses = None if broker is None else {"url": broker.url, "admin_url": broker.admin_url}
         self._stalls = folder / "stalls.jsonl"
-        self._told = {"url": url, "destination": destination, "lease": lease, "stalls": str(self._stalls)}
+        self._told = {
+            "url": url,
+            "destination": destination,
+            "lease": lease,
+            "stalls": str(self._stalls),
+            "broker": addresses,
+        }
         self._letters = ascii_lowercase[:relays]
         self._lives = count(1)
         self._sink_told: dict[str, Any] = {"file": str(folder / "sink.jsonl"), "port": 0, "rejects": True}
+        if broker is not None:
+            self._sink_told |= {"url": broker.url, "topic": topic}
         self._sink: Child | None = None
         self.sink_state = State.RUNNING
         self.slots: list[Slot] = []
@@ -123,16 +148,31 @@ class Processes:
 
     @asynccontextmanager
     async def without_sink(self) -> AsyncIterator[None]:
-        """Kill the sink, and start it again after the block."""
-        with self.fault(Kind.STOP_SINK, "sink"):
+        """Kill the sink, and start it again after the block. A broker stands still instead: as one process it is not
+        made to be killed, and may take a minute to come back.
+        """
+        with self.fault(Kind.STOP_SINK, self.sink_name):
+            if self._broker is not None:
+                self.sink_state = State.FROZEN
+                self._broker.freeze_broker()
+                yield
+                self._broker.thaw_broker()
+                self.sink_state = State.RUNNING
+                return
             self.sink_state = State.KILLED
             if self._sink is not None:
                 await self._sink.kill()
             yield
             await self._start_sink()
 
+    @property
+    def sink_name(self) -> str:
+        """What relays send to."""
+        return "sink" if self._broker is None else "broker"
+
     async def _start_sink(self) -> None:
-        self._sink = await Child.start("sink", self._folder / "log", **self._sink_told)
+        module = "sink" if self._broker is None else "witness"
+        self._sink = await Child.start(module, self._folder / "log", **self._sink_told)
         self._sink_told["port"] = await self._sink.answer()
         self._sink.tell(**self._sink_told)  # something may have changed while it started
         self.sink_state = State.RUNNING

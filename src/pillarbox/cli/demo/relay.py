@@ -1,4 +1,4 @@
-"""A relay of the demo: what ``pillarbox relay`` does, with the sink as its transport.
+"""A relay of the demo: what ``pillarbox relay`` does, with the sink, or a Pulsar broker, as its destination.
 
 Whenever it was too slow, it says so in a file: then a message may come twice although nobody did anything to it.
 """
@@ -15,6 +15,7 @@ import msgspec
 
 from ...app import Pillarbox
 from ...errors import LeaseLostError
+from ...transport import Publisher
 from .child import Told, live, say
 from .ledger import Fault, Kind
 from .transport import SinkTransport
@@ -45,14 +46,21 @@ async def relay(told: Told) -> None:
     name, lease = told["name"], told["lease"]
     stalls = Stalls(Path(told["stalls"]), name)
     logging.getLogger("pillarbox").addHandler(stalls)
-    # An answer that has not come well within the lease is not waited for: another relay may own the lane by then.
-    sink = SinkTransport(told["port"], name, timeout=lease * 0.6, unanswered=stalls.add)
-    async with Pillarbox(told["url"], transports={told["destination"]: sink}) as box:
+    transport = _transport(told, stalls)
+    async with Pillarbox(told["url"], transports={told["destination"]: transport}) as box:
         running = box.relay(name=name, lease=lease)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
         say("ready")
         await running.run()
-    await sink.close()
+
+
+def _transport(told: Told, stalls: Stalls) -> Publisher:
+    if told["broker"] is not None:
+        from ...transports.pulsar import PulsarTransport  # noqa: PLC0415  needs packages that others do not need
+
+        return PulsarTransport(told["broker"]["url"], admin_url=told["broker"]["admin_url"])
+    # An answer that has not come well within the lease is not waited for: another relay may own the lane by then.
+    return SinkTransport(told["port"], told["name"], timeout=told["lease"] * 0.6, unanswered=stalls.add)
 
 
 if __name__ == "__main__":

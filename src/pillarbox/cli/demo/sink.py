@@ -133,7 +133,7 @@ class Sink:
 
 async def serve(told: Told) -> None:
     """Run the sink until SIGTERM; it says on which port it listens."""
-    with _opened(Path(told["file"])) as file:
+    with opened(Path(told["file"])) as file:
         server = await asyncio.start_server(Sink(file, told).talk, "127.0.0.1", told["port"])
         say(server.sockets[0].getsockname()[1])
         stopped = asyncio.Event()
@@ -142,7 +142,7 @@ async def serve(told: Told) -> None:
         server.close()
 
 
-def _opened(path: Path) -> BufferedWriter:
+def opened(path: Path) -> BufferedWriter:
     """The file, ready to be appended to. A line that was torn when we were killed is taken back."""
     if path.exists():
         with path.open("rb+") as file:
