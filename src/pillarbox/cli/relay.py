@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 from sqlalchemy import select
@@ -38,16 +39,26 @@ EXCHANGE_SECONDS = 10.0
 """How long a request over HTTP may take, from its first byte to the last of the answer."""
 
 
-def _parse_shards(_context: click.Context, _parameter: click.Parameter, given: str | None) -> frozenset[int] | None:
+class Shards(NamedTuple):
+    """Some shards, and of how many they are, if that was said."""
+
+    some: frozenset[int]
+    of: int | None
+
+
+def _parse_shards(_context: click.Context, _parameter: click.Parameter, given: str | None) -> Shards | None:
     if given is None:
         return None
     shards: set[int] = set()
-    for part in given.split(","):
+    parts, slash, of = given.partition("/")
+    for part in parts.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise click.BadParameter(f"{given!r} are no shards: write 0-7, or 0,3,8-11.")
+            raise click.BadParameter(f"{given!r} are no shards: write 0-7, 0,3,8-11, or 0-7/16.")
         shards.update(range(int(first), int(last or first) + 1))
-    return frozenset(shards)
+    if slash and not (of.isdecimal() and max(shards) < int(of)):
+        raise click.BadParameter(f"{given!r} are no shards: what follows the slash is how many there are in all.")
+    return Shards(frozenset(shards), int(of) if slash else None)
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, given: str | None) -> tuple[str, int] | None:
@@ -64,7 +75,9 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, given: 
 @click.command()
 @click.argument("box", required=False, metavar="[MODULE:BOX]")
 @click.option("--name", metavar="NAME", help="How it is called in the outbox; by default host, process and a number.")
-@click.option("--shards", metavar="LIST", callback=_parse_shards, help="Keep to these shards: 0-7, or 0,3,8-11.")
+@click.option(
+    "--shards", metavar="LIST", callback=_parse_shards, help="Keep to these shards: 0-7, 0,3,8-11, or 0-7/16."
+)
 @click.option(
     "--http",
     metavar="[HOST:]PORT",
@@ -85,7 +98,7 @@ def command(
     *,
     box: str | None,
     name: str | None,
-    shards: frozenset[int] | None,
+    shards: Shards | None,
     http: tuple[str, int] | None,
     source: str | None,
     slot: str | None,
@@ -107,7 +120,7 @@ def command(
             await _check_shards(opened_box, shards)
             await _check_name(opened_box, name)
             metrics = _observe(opened_box, settings, metrics=http is not None)
-            relay = opened_box.relay(name=name, shards=shards, **options)
+            relay = opened_box.relay(name=name, shards=shards and shards.some, **options)
             if drain:
                 done = asdict(await relay.drain())
                 emit(
@@ -139,10 +152,10 @@ async def _opened(settings: Settings, reference: str | None) -> AsyncIterator[Pi
         yield box
 
 
-async def _check_shards(box: Pillarbox, shards: frozenset[int] | None) -> None:
+async def _check_shards(box: Pillarbox, shards: Shards | None) -> None:
     async with box.engine.connect() as connection:
         count = (await connection.execute(select(meta.c.shards))).scalar_one()
-    if shards is not None and max(shards) >= count:
+    if shards is not None and (max(shards.some) >= count or shards.of not in (None, count)):
         raise CommandError(f"--shards: this database has the shards 0 to {count - 1}", Exit.USAGE)
 
 
