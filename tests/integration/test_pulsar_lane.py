@@ -20,9 +20,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Status
+from pillarbox.stores import operations
 from pillarbox.stores.identity import renew
-from pillarbox.stores.inspection import unsent
-from pillarbox.stores.operations import Author
+from pillarbox.stores.inspection import Filter, unsent
+from pillarbox.stores.operations import Action, Author, Selection
 from pillarbox.testing.link import Link
 from pillarbox.testing.pulsar import PulsarCluster
 from pillarbox.transports.pulsar import PulsarTransport
@@ -254,6 +255,24 @@ async def test_h111_a_message_over_the_limit_of_the_broker_fails_by_itself(shop:
         await box.relay().drain()
         assert await statuses(box) == {Status.FAILED: 1}
     await shop.check()
+
+
+async def test_a_dead_event_that_is_redriven_appears_once_behind_its_predecessors(shop: Shop) -> None:
+    async with shop.open(retry=RetryPolicy(attempts=1)) as box:
+        await shop.write(box, "ab")
+        await box.relay().drain()
+        await limit_messages(shop.broker, shop.topic, 20_000)
+        await shop.write(box, "b", size=50_000)
+        await shop.write(box, "abab")
+        await box.relay().drain()
+        assert await statuses(box) == {Status.FAILED: 1, Status.PARKED: 2}
+        await limit_messages(shop.broker, shop.topic, 100_000)
+        async with box.engine.begin() as connection:
+            selection = Selection(Action.REDRIVE, Filter(status=Status.FAILED))
+            await connection.run_sync(operations.request, selection, Author("me", "mended"), operations.Run(), 10)
+        await box.relay().drain()
+        assert not await statuses(box)
+    assert await shop.found() == {"a": [1, 2, 3], "b": [1, 2, 3, 4]}
 
 
 async def test_h115_a_broker_that_has_forgotten_is_noticed(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
