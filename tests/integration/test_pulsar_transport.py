@@ -18,6 +18,7 @@ from pillarbox.transport import Message
 from pillarbox.transports.pulsar import PulsarTransport
 from pillarbox.transports.pulsar.connection import Endpoint
 from pillarbox.transports.pulsar.names import TopicName
+from pillarbox.transports.pulsar.producer import Producer
 from tests.servers import Pulsar
 
 SMALL = 20_000
@@ -94,6 +95,27 @@ async def limit_messages(server: Pulsar, topic: str, size: int) -> None:
 async def link(pulsar: Pulsar) -> AsyncIterator[Link]:
     async with Link("127.0.0.1", int(pulsar.url.rpartition(":")[2])) as link:
         yield link
+
+
+async def test_a_producer_that_is_opened_while_we_give_up_is_not_lost(
+    pulsar: Pulsar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker would keep its name from us for as long as we are connected."""
+    transport, topic = PulsarTransport(pulsar.url, admin_url=pulsar.admin_url), new_topic()
+    really_open = Producer.open
+
+    async def open_and_give_up(*args: Any, **options: Any) -> Producer:
+        producer = await really_open(*args, **options)
+        asyncio.get_running_loop().call_soon(opening.cancel)  # when we are done, and before anybody is told
+        return producer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Producer, "open", open_and_give_up)
+        opening = asyncio.ensure_future(transport.open("lane", [topic]))
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    assert await transport.open("lane", [topic]) == {topic: -1}
+    await transport.close()
 
 
 @pytest.mark.parametrize("entries", ["by_key", "mixed"])

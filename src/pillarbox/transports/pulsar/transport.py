@@ -229,8 +229,13 @@ class PulsarTransport:
         self._close_idle(held, now)
         missing = [place for place in places if place not in held or held[place].lost_because is not None]
         await asyncio.gather(*(held[place].closed() for place in missing if place in held))
-        opened = await asyncio.gather(*(self._open_place(places[place], name) for place in missing))
-        held |= zip(missing, opened, strict=True)
+        # All of them to the end: one that is opened behind our back keeps its name from us for ever.
+        opened = await asyncio.gather(
+            *(self._open_place(held, place, places[place], name) for place in missing), return_exceptions=True
+        )
+        for failure in opened:
+            if failure is not None:
+                raise failure
         return {place: held[place] for place in places}
 
     def _close_idle(self, held: dict[str, Producer], now: float) -> None:
@@ -243,11 +248,11 @@ class PulsarTransport:
             elif producer.used + IDLE < now:
                 producer.close()
 
-    async def _open_place(self, place: TopicName, name: str | None) -> Producer:
-        connection = await self._client.broker_of(place)
-        producer = await Producer.open(connection, str(place), name, patience=self._timeout)
+    async def _open_place(self, held: dict[str, Producer], place: str, topic: TopicName, name: str | None) -> None:
+        connection = await self._client.broker_of(topic)
+        # Held at once: whoever waits for us may have been cancelled, and would not take it.
+        producer = held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
         self._limit = min(self._limit, producer.message_limit)
-        return producer
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
         if self.admin is None or topic in self._deduplicating:
