@@ -14,7 +14,7 @@ START ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-recovery prove-http prove-cursor prove-cdc simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,15 @@ prove-kills: setup servers ## 20,000 events through relays that are killed 40 ti
 
 prove-ack-kill: setup servers ## 200 relays that die between the acknowledgement of a Pulsar broker and their own note of it
 	$(BIN)/python -m tests.prove.ack_kill
+
+prove-pulsar-million: setup servers ## 1,000,000 events into a Pulsar cluster, through 30 kills of a relay and 3 of the broker
+	$(BIN)/python -m tests.prove.pulsar_million
+
+prove-pulsar-outage: setup servers ## a Pulsar broker that is cut off for 5 and 30 s: what that costs events and business writes
+	$(BIN)/python -m tests.prove.pulsar_outage
+
+prove-pulsar-tenants: setup servers ## 1,000 tenants on one relay, each with a Pulsar topic of its own
+	$(BIN)/python -m tests.prove.pulsar_tenants
 
 prove-recovery: setup servers ## how long lanes stand still after a kill and a stop, and what an outage costs
 	$(BIN)/python -m tests.prove.recovery
