@@ -98,6 +98,11 @@ class EmbeddedPostgres:
             scheme = f"{scheme}+{driver}"
         return f"{scheme}://{_USER}@/{name}?host={quote(str(self._host))}&port={_PORT}"
 
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self.folder / "run" / f".s.PGSQL.{_PORT}"
+
     def start(self) -> None:
         """Start the server or join it, and create the database if it is missing."""
         if self._claim is not None:
@@ -131,6 +136,17 @@ class EmbeddedPostgres:
         atexit.unregister(self.stop)
         with self._gate():
             self._leave()
+
+    def follow(self, primary: EmbeddedPostgres) -> None:
+        """Be made as a standby: a copy of a server that runs, and that it keeps up with once it is started."""
+        _make_folders(self.folder)
+        with self._gate():
+            _Cluster(self.folder, _installed_wheel()).copy(primary.dsn())
+
+    def control(self, *words: str) -> None:
+        """``pg_ctl`` on a server that was started: ``"restart", "-m", "immediate"`` or ``"promote"``; waits for it."""
+        with self._gate():
+            _Cluster(self.folder, _installed_wheel()).control(*words)
 
     def __enter__(self) -> Self:
         self.start()
@@ -187,14 +203,28 @@ class _Cluster:
         )
         fresh.rename(self.data)
 
+    def copy(self, source: str) -> None:
+        """Make the cluster as a standby of another one."""
+        fresh = self._make_private(self.folder / "data.new")
+        self._command(
+            *("pg_basebackup", "-d", source, "-D", fresh.name, "--write-recovery-conf", "--checkpoint=fast"),
+            problem=f"cannot copy a PostgreSQL cluster into {self.folder}",
+        )
+        fresh.rename(self.data)
+
     def start(self, host: Path) -> None:
         """Start the server unless it runs."""
         if not self._answers(host):
-            # Relative names: pg_ctl hands them to a shell.
-            self._command(
-                *("pg_ctl", "start", "-D", "data", "-l", "data/server.log", "-s", "-w", "-t", str(_START_SECONDS)),
-                problem=f"the embedded PostgreSQL in {self.folder} did not start",
-            )
+            self.control("start")
+
+    def control(self, *words: str) -> None:
+        """Let ``pg_ctl`` do something, and wait until it is done."""
+        # Relative names: pg_ctl hands them to a shell.
+        log = ("-l", "data/server.log") if words[0] in ("start", "restart") else ()
+        self._command(
+            *("pg_ctl", *words, "-D", "data", *log, "-s", "-w", "-t", str(_START_SECONDS)),
+            problem=f"the embedded PostgreSQL in {self.folder} did not {words[0]}",
+        )
 
     def stop(self) -> None:
         """Stop the server, and wait until it is gone; no error if it is not there."""

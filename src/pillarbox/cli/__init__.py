@@ -19,6 +19,7 @@ from ..errors import ConfigurationError, EmbeddedServerError, NotMigratedError, 
 from .output import CommandError, Exit, complain, unwritable
 
 _COMMANDS = {
+    "chaos": "Break servers, processes and links, and see that every event arrives once.",
     "config": "Show the settings and where they come from.",
     "demo": "Write and send under load, let things go wrong, and see that nothing is lost.",
     "dev": "Servers for development.",

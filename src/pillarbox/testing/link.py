@@ -1,7 +1,8 @@
 """A TCP link on loopback that can be made bad: cut, silent, deaf in one direction, or slow.
 
-It stands between a client and a server, on the event loop that it was started on. What a link swallowed is gone; after
-`mend` connections that lost bytes are cut, as no TCP connection goes on with a hole in it.
+It stands between a client and a server (a host that begins with a slash is the path of a Unix socket), on the event
+loop that it was started on. What a link swallowed is gone; after `mend` connections that lost bytes are cut, as no TCP
+connection goes on with a hole in it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BOTH = frozenset(Way)
 class Link:
     """``async with Link(host, port) as link``: connect to ``link.port`` instead."""
 
-    def __init__(self, host: str, port: int, *, watch: Callable[[Link, bytes], None] | None = None) -> None:
+    def __init__(self, host: str, port: int = 0, *, watch: Callable[[Link, bytes], None] | None = None) -> None:
         self.port = 0
         self._target = host, port
         self._watch = watch
@@ -54,6 +55,11 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def lead_to(self, host: str, port: int = 0) -> None:
+        """Lead to another server from now on, as the name of a promoted replica does; what is connected is cut."""
+        self._target = host, port
+        self.drop()
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -95,7 +101,7 @@ class Link:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         try:
-            far_reader, far_writer = await asyncio.open_connection(*self._target)
+            far_reader, far_writer = await self._connect()
         except OSError:
             writer.transport.abort()
             return
@@ -109,10 +115,17 @@ class Link:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
             way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*ways, return_exceptions=True)
         for end in ends:
             self._ends.pop(end, None)
             end.transport.abort()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self._target
+        if host.startswith("/"):
+            return await asyncio.open_unix_connection(host)
+        return await asyncio.open_connection(host, port)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """The processes of the demo: each can be killed, frozen and thawed, and none outlives its parent.
 
-A child is a module of this package. Its standard input is a pipe that only the parent holds: the first line says all
+A child is a module. Its standard input is a pipe that only the parent holds: the first line says all
 that it needs to know (so that no list of processes shows a password), later lines change it, and the end of the pipe is
 the end of the parent. A frozen child cannot notice that; on Linux the kernel ends it, too.
 """
@@ -37,11 +37,11 @@ class Child:
         self._ended_by_us = False
 
     @classmethod
-    async def start(cls, module: str, log: Path, **told: Any) -> Child:
-        """Start a module of this package. What it writes to standard error goes to the log."""
+    async def start(cls, module: str, log: Path, package: str = __package__, /, **told: Any) -> Child:
+        """Start a module of this package, or of another. What it writes to standard error goes to the log."""
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"{__package__}.{module}"),
+                *(sys.executable, "-m", f"{package}.{module}"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

@@ -25,9 +25,10 @@ class Lines:
         if scene.elapsed >= self._seconds + 1 and scene.balance is None:
             self._seconds = int(scene.elapsed)
             held = "  ".join(f"{slot.letter} {scene.owners.count(slot.letter)}" for slot in scene.slots)
+            lag = f"  lag {scene.lag(0.5):.0f} / {scene.lag(0.99):.0f} ms" if scene.lags else ""
             click.echo(
                 f"{scene.elapsed:5.1f} s  committed {scene.committed[-1]:,} ({scene.rate(scene.committed):.0f}/s)"
                 f"  delivered {scene.delivered[-1]:,} ({scene.rate(scene.delivered):.0f}/s)"
-                f"  backlog {scene.backlog[-1]:,}  lag {scene.lag(0.5):.0f} / {scene.lag(0.99):.0f} ms  lanes {held}",
+                f"  backlog {scene.backlog[-1]:,}{lag}  lanes {held}",
                 self._stream,
             )

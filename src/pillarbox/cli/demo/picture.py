@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
 
 _KEYS = {"k": Kind.KILL, "f": Kind.FREEZE, "s": Kind.STOP_SINK, "p": Kind.POISON}
 _HELP = "k kill a relay · f freeze one · s stop the sink · p poison · q finish"
-_COLOURS = {"a": "cyan", "b": "magenta"}  # of relays
+_COLOURS = {"a": "cyan", "b": "magenta", "c": "yellow", "d": "green"}  # of relays
 _STATES = {State.RUNNING: "green", State.KILLED: "bold red", State.FROZEN: "bold blue"}
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 92
@@ -37,9 +37,11 @@ _STORY = 7  # lines
 
 
 class Picture:
-    """Draws scenes, each in the place of the one before, and hears the keys."""
+    """Draws scenes, each in the place of the one before, and hears the keys; without a stage there is nothing to do
+    by keys.
+    """
 
-    def __init__(self, stage: Stage, stream: IO[str]) -> None:
+    def __init__(self, stage: Stage | None, stream: IO[str]) -> None:
         self._stage = stage
         self._exits = ExitStack()
         self._console = Console(file=stream)
@@ -48,8 +50,8 @@ class Picture:
     def __enter__(self) -> Callable[[Scene], None]:
         with ExitStack() as entered:
             entered.enter_context(self._live)
-            if sys.stdin.isatty():
-                self._listen(entered, sys.stdin.fileno())
+            if self._stage is not None and sys.stdin.isatty():
+                self._listen(entered, self._stage, sys.stdin.fileno())
             self._exits = entered.pop_all()
         return self._show
 
@@ -57,32 +59,34 @@ class Picture:
         self._exits.close()
 
     def _show(self, scene: Scene) -> None:
-        self._live.update(_drawn(scene, min(_WIDTH, self._console.width)), refresh=True)
+        drawn = _drawn(scene, min(_WIDTH, self._console.width), _HELP if self._stage is not None else None)
+        self._live.update(drawn, refresh=True)
 
-    def _listen(self, exits: ExitStack, terminal: int) -> None:
+    def _listen(self, exits: ExitStack, stage: Stage, terminal: int) -> None:
         loop = asyncio.get_running_loop()
         exits.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
         tty.setcbreak(terminal)
         exits.callback(loop.remove_reader, terminal)
-        loop.add_reader(terminal, self._pressed, terminal)
-
-    def _pressed(self, terminal: int) -> None:
-        for key in os.read(terminal, 100).decode("ascii", "replace").lower():
-            if key == "q":
-                self._stage.finish()
-            elif key in _KEYS:
-                self._stage.strike(_KEYS[key])
+        loop.add_reader(terminal, _pressed, stage, terminal)
 
 
-def _drawn(scene: Scene, width: int) -> Panel:
+def _pressed(stage: Stage, terminal: int) -> None:
+    for key in os.read(terminal, 100).decode("ascii", "replace").lower():
+        if key == "q":
+            stage.finish()
+        elif key in _KEYS:
+            stage.strike(_KEYS[key])
+
+
+def _drawn(scene: Scene, width: int, keys: str | None) -> Panel:
     parts: list[RenderableType] = [_figures(scene, width - _BESIDE), "", _processes(scene), "", _story(scene)]
     if scene.balance is not None:
         parts.append(_ledger(scene.balance))
     return Panel(
         Group(*parts),
-        title=f"[bold]pillarbox demo[/]  [dim]{scene.elapsed:.0f} of {scene.seconds:.0f} s[/]",
+        title=f"[bold]{scene.title}[/]  [dim]{scene.elapsed:.0f} of {scene.seconds:.0f} s[/]",
         title_align="left",
-        subtitle=f"[dim]{_HELP}[/]" if scene.balance is None else None,
+        subtitle=f"[dim]{keys}[/]" if keys and scene.balance is None else None,
         border_style="dim",
         width=width,
     )
@@ -95,7 +99,8 @@ def _figures(scene: Scene, columns: int) -> Table:
         figures.add_row(name, _sparkline(rates, columns, colour), f"{scene.rate(totals):.0f}/s", f"{totals[-1]:,}")
     backlog = _newest(scene.backlog, columns)
     figures.add_row("backlog", _sparkline(backlog, columns, "yellow"), f"{backlog[-1]:,}")
-    figures.add_row("lag", f"p50 {scene.lag(0.5):,.0f} ms   p99 {scene.lag(0.99):,.0f} ms")
+    if scene.lags:
+        figures.add_row("lag", f"p50 {scene.lag(0.5):,.0f} ms   p99 {scene.lag(0.99):,.0f} ms")
     return figures
 
 
@@ -111,7 +116,7 @@ def _processes(scene: Scene) -> Table:
     if scene.waiting:
         sink.append(f"   {scene.waiting:,} wait with what it rejected", "yellow")
     processes = Table.grid(padding=(0, 2))
-    for name, content in (("lanes    ", strip), ("relays", relays), ("sink", sink)):
+    for name, content in (("lanes    ", strip), ("relays", relays), (scene.destination, sink)):
         processes.add_row(name, content)
     return processes
 

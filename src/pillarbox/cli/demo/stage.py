@@ -49,6 +49,8 @@ class Scene:
     seconds: float
     """How long the shop is to be open."""
     slots: list[Slot]
+    title: str = "pillarbox demo"
+    destination: str = "sink"
     elapsed: float = 0.0
     committed: list[int] = field(default_factory=lambda: [0])
     """In total, tick by tick."""

@@ -1,0 +1,37 @@
+"""A relay of the chaos: what ``pillarbox relay`` does, on links that are bad, and with a mistake if it is a canary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from ...app import Pillarbox
+from ...transports.pulsar import PulsarTransport
+from ..demo.child import Told, live, say
+from .canaries import CANARIES
+from .shop import route
+
+
+async def relay(told: Told) -> None:
+    """Run a relay until SIGTERM."""
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {told['name']} %(levelname)s %(message)s")
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # as in the command line
+    lease: float = told["lease"]
+    options = {name: told[name] for name in ("admin_url", "listener_name")} | {
+        "timeout": lease,
+        "keep_alive": lease / 2,
+    }
+    if told["canary"]:
+        CANARIES[told["canary"]](options)
+    pulsar = PulsarTransport(told["pulsar"], **options)
+    async with Pillarbox(told["url"], transports={route.to: pulsar}) as box:
+        running = box.relay(name=told["name"], lease=lease)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
+        say("ready")
+        await running.run()
+    await pulsar.close()
+
+
+if __name__ == "__main__":
+    live(relay)

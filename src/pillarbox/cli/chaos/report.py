@@ -1,0 +1,113 @@
+"""The verdict: the ledger against the topic, as the official client reads it, and how long each fault was felt."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from ..demo.ledger import Balance, Entry, compare
+from ..demo.sink import Arrival
+from ..demo.stage import percentile
+from .faults import Fault
+from .shop import TOPIC
+from .writer import Ending, Written
+
+FELT = 0.5
+"""Seconds after its beginning within which a fault may still hold up what is committed."""
+
+
+def read_topic(url: str) -> list[Arrival]:
+    """All that is on the topic, in its order."""
+    import pulsar  # noqa: PLC0415  only here: relays speak for themselves
+
+    client = pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    try:
+        reader = client.create_reader(TOPIC, pulsar.MessageId.earliest)
+        found = []
+        while reader.has_message_available():
+            each = reader.read_next(timeout_millis=30_000)
+            number = str(msgspec.json.decode(each.data())["number"])
+            event_id, sent = each.properties()["event_id"], each.publish_timestamp() / 1000
+            found.append(Arrival(event_id, TOPIC, None, each.partition_key(), number, "", "", sent))
+        return found
+    finally:
+        client.close()
+
+
+class Verdict(msgspec.Struct):
+    """What the ledger, the topic and the writers say."""
+
+    balance: Balance
+    altered: int
+    """Events on the topic with another number than in the ledger."""
+    forgotten: int
+    """Events whose COMMIT was answered, and that the database does not have."""
+    undead: int
+    """Events that were rolled back, and that the database has."""
+    unknown: dict[str, int]
+    """What became of the events whose COMMIT was not answered."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise was kept."""
+        return self.balance.holds and not (self.altered or self.forgotten or self.undead)
+
+
+def judge(committed: Mapping[str, Entry], arrived: Sequence[Arrival], written: Sequence[Written]) -> Verdict:
+    """Hold them against each other. No duplicate is excused."""
+    said = {ending: {it for each in written if each.ending is ending for it in each.events} for ending in Ending}
+    unknown = said[Ending.UNKNOWN]
+    resolved = sum(it in committed for it in unknown)
+    return Verdict(
+        compare(committed, arrived, ()),
+        altered=sum(it.event_id in committed and str(committed[it.event_id].version) != it.version for it in arrived),
+        forgotten=sum(it not in committed for it in said[Ending.COMMITTED]),
+        undead=sum(it in committed for it in said[Ending.ROLLED_BACK]),
+        unknown={"committed": resolved, "rolled_back": len(unknown) - resolved},
+    )
+
+
+def recoveries(faults: Sequence[Fault], arrived: Sequence[Arrival], written: Sequence[Written]) -> dict[str, Any]:
+    """For each kind, the seconds from a fault until all that was committed by then, or just after, had been sent.
+
+    Faults overlap, so one is blamed for others that strike while it is felt.
+    """
+    sent = {arrival.event_id: arrival.at for arrival in arrived}
+    commits = sorted(
+        (each.at, max(found)) for each in written if (found := [sent[it] for it in each.events if it in sent])
+    )
+    moments, latest = [at for at, _ in commits], list(accumulate((until for _, until in commits), max))
+    felt: defaultdict[str, list[float]] = defaultdict(list)
+    for fault in faults:
+        index = bisect_right(moments, fault.at + FELT)
+        felt[fault.kind].append(max(0.0, latest[index - 1] - fault.at) if index else 0.0)
+    parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {kind: {name: round(percentile(it, part), 2) for name, part in parts.items()} for kind, it in felt.items()}
+
+
+def figures(
+    verdict: Verdict, faults: Sequence[Fault], arrived: Sequence[Arrival], written: Sequence[Written]
+) -> dict[str, Any]:
+    """The report, but for what only the run knows."""
+    balance = verdict.balance
+    return {
+        "faults": len(faults),
+        "faults_by_kind": dict(sorted(Counter(fault.kind.value for fault in faults).items())),
+        "events": balance.committed,
+        "on_topic": len(arrived),
+        "lost": balance.lost,
+        "ghosts": balance.ghosts,
+        "duplicates": balance.duplicates,
+        "inversions": balance.out_of_order,
+        "altered": verdict.altered,
+        "forgotten": verdict.forgotten,
+        "undead": verdict.undead,
+        "unknown": verdict.unknown,
+        "transactions": dict(Counter(each.ending.value for each in written)),
+        "recovery_seconds": dict(sorted(recoveries(faults, arrived, written).items())),
+    }
