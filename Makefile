@@ -10,11 +10,13 @@ BENCH ?=
 ROUNDS ?= 3
 SEEDS ?= 50000
 START ?= 0
+MINUTES ?= 10
+SEED ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +122,9 @@ prove-cursor: setup servers ## the cursor of the log: all states of a model, the
 
 prove-cdc: setup servers ## 100,000 events with bodies from a replication stream that is taken away every second
 	$(BIN)/python -m tests.prove.cdc
+
+chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
+	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
 
 simulate: setup ## run the relay through simulated faults (SEEDS=50000, START=0)
 	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)

@@ -223,6 +223,23 @@ def test_what_a_killed_starter_left_half_made_is_made_anew(place: Path) -> None:
     assert not half.exists()
 
 
+def test_it_can_crash_and_a_standby_can_take_its_place(place: Path) -> None:
+    primary, standby = EmbeddedPostgres(place / "first"), EmbeddedPostgres(place / "second")
+    with primary:
+        with psycopg.connect(primary.dsn()) as connection:
+            connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+        primary.control("restart", "-m", "immediate")
+        assert ask(primary.dsn(), "SELECT answer FROM kept") == 42
+        standby.follow(primary)
+        with standby:
+            assert ask(standby.dsn(), "SELECT pg_is_in_recovery()") is True
+            primary.control("stop", "-m", "immediate")
+            standby.control("promote")
+            assert ask(standby.dsn(), "SELECT pg_is_in_recovery()") is False
+            assert ask(standby.dsn(), "SELECT answer FROM kept") == 42
+            assert standby.socket.is_socket()
+
+
 def test_permissions_of_folders_that_were_there_do_not_change(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = place / "a" / "b"
     found.mkdir(parents=True)

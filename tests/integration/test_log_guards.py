@@ -47,24 +47,7 @@ def pair(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[tupl
     use_server("embedded")
     primary, standby = EmbeddedPostgres(servers.folder / "primary"), EmbeddedPostgres(servers.folder / "standby")
     with primary:
-        data = standby.folder / "data"
-        data.parent.mkdir(mode=0o711)
-        command: list[str | Path] = [
-            programs() / "pg_basebackup",
-            "-d",
-            primary.dsn(),
-            "-D",
-            data,
-            "-R",
-            "-X",
-            "stream",
-            "-c",
-            "fast",
-        ]
-        subprocess.run(command, check=True, capture_output=True)
-        owner = (primary.folder / "data").stat()
-        for path in (data, *data.rglob("*")):
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        standby.follow(primary)
         with standby:
             yield primary, standby
 

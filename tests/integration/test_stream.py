@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -37,7 +34,6 @@ from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
-from tests.copies import programs
 from tests.prove.cdc import prove
 from tests.relays import running, soon
 from tests.servers import Database, Logical, Server, Servers
@@ -521,24 +517,7 @@ def primary(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[E
 @pytest.fixture
 def standby(primary: EmbeddedPostgres, servers: Servers) -> Iterator[EmbeddedPostgres]:
     found = EmbeddedPostgres(servers.folder / "second")
-    data = found.folder / "data"
-    data.parent.mkdir(mode=0o711)
-    command: list[str | Path] = [
-        programs() / "pg_basebackup",
-        "-d",
-        primary.dsn(),
-        "-D",
-        data,
-        "-R",
-        "-X",
-        "stream",
-        "-c",
-        "fast",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    owner = (primary.folder / "data").stat()
-    for path in (data, *data.rglob("*")):
-        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    found.follow(primary)
     with found:
         yield found
 

@@ -85,7 +85,7 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
     for name, value in report.items():
         if name == "recovery_seconds":
             for kind, felt in value.items():
-                found.append((f"recovery from {kind}", "  ".join(f"{part} {it} s" for part, it in felt.items())))
+                found.append((f"recovery from {kind}", "  ".join(f"{part} {it}" for part, it in felt.items())))
         elif isinstance(value, dict):
             found.append((name.replace("_", " "), ", ".join(f"{it} {part}" for part, it in value.items())))
         else:

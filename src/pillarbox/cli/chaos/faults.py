@@ -56,7 +56,8 @@ DECK = {
     Kind.COMMIT: 8,
 }
 """How many of each kind are in a deck. The only bookie is killed only for who asks for it: a real cluster has more."""
-_SERVERS = frozenset({Kind.POSTGRES, Kind.PROMOTE, Kind.BROKER, Kind.BOOKIE})
+SERVERS = frozenset({Kind.POSTGRES, Kind.PROMOTE, Kind.BROKER, Kind.BOOKIE})
+"""What takes a server away."""
 _RELAYS = frozenset({Kind.KILL, Kind.FREEZE, Kind.STOP})
 _QUICKEST, _SLOWEST = 0.3, 1.2
 """Seconds between two faults."""
@@ -75,7 +76,7 @@ class Fault:
 class Faults:
     """Lets things go wrong, and remembers what did."""
 
-    def __init__(self, world: World, kinds: Collection[Kind], seed: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, world: World, kinds: Collection[Kind], seed: int, tell: Callable[..., None]) -> None:
         self._world = world
         self._deck_of = [kind for kind in Kind if kind in kinds for _ in range(DECK.get(kind, 1))]
         self._draw = random.Random(f"{seed} faults")  # noqa: S311  repeatable
@@ -106,16 +107,17 @@ class Faults:
         return None if index is None else self._deck.pop(index)
 
     async def _play(self, kind: Kind) -> None:
-        if kind not in _SERVERS:
+        if kind not in SERVERS:
             await _EPISODES[kind](self)
             return
         self._server = kind
         await _EPISODES[kind](self)
         await self._world.caught_up()
+        self._tell(f"{kind}: the relays have caught up", good=True)
         self._server = None
 
     def _is_possible(self, kind: Kind) -> bool:
-        if kind in _SERVERS:
+        if kind in SERVERS:
             return self._server is None and (kind is not Kind.PROMOTE or self._world.database.replica is not None)
         if kind is Kind.BACKEND:
             return self._server not in (Kind.POSTGRES, Kind.PROMOTE)
@@ -188,6 +190,7 @@ class Faults:
         fault = self._begin(kind, "server", what)
         await doing
         fault.ended = time.time()
+        self._tell(f"{kind}: the server is back after {fault.ended - fault.at:.1f} s", good=True)
 
     async def _unload(self) -> None:
         fault = self._begin(Kind.UNLOAD, "broker", "the topic was unloaded")

@@ -42,7 +42,7 @@ async def play(
 async def _perform(world: World, seconds: float, seed: int, kinds: Collection[Kind], show: Show) -> dict[str, Any]:
     scene = Scene(seconds, world.slots, title="pillarbox chaos", destination="broker")
     started = time.monotonic()
-    faults = Faults(world, kinds, seed, lambda what: scene.story.append(_now(started, what)))
+    faults = Faults(world, kinds, seed, lambda what, good=False: scene.story.append(_now(started, what, good=good)))
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(_watch(world, scene, started, show))
         writing = group.create_task(world.write())

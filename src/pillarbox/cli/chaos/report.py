@@ -13,7 +13,7 @@ import msgspec
 from ..demo.ledger import Balance, Entry, compare
 from ..demo.sink import Arrival
 from ..demo.stage import percentile
-from .faults import Fault
+from .faults import SERVERS, Fault
 from .shop import TOPIC
 from .writer import Ending, Written
 
@@ -75,19 +75,28 @@ def judge(committed: Mapping[str, Entry], arrived: Sequence[Arrival], written: S
 def recoveries(faults: Sequence[Fault], arrived: Sequence[Arrival], written: Sequence[Written]) -> dict[str, Any]:
     """For each kind, the seconds from a fault until all that was committed by then, or just after, had been sent.
 
-    Faults overlap, so one is blamed for others that strike while it is felt.
+    Faults overlap, so one is blamed for others that strike while it is felt; but what happens while a server is away is
+    left out, as only that would show. ``measured`` are the others.
     """
     sent = {arrival.event_id: arrival.at for arrival in arrived}
-    commits = sorted(
-        (each.at, max(found)) for each in written if (found := [sent[it] for it in each.events if it in sent])
-    )
+    each_sent = ((each.at, [sent[it] for it in each.events if it in sent]) for each in written)
+    commits = sorted((at, max(found)) for at, found in each_sent if found)
     moments, latest = [at for at, _ in commits], list(accumulate((until for _, until in commits), max))
+
+    def end(fault: Fault) -> float:
+        index = bisect_right(moments, fault.at + FELT)
+        return max(fault.at, latest[index - 1]) if index else fault.at
+
+    away = [(fault.at, end(fault)) for fault in faults if fault.kind in SERVERS]
     felt: defaultdict[str, list[float]] = defaultdict(list)
     for fault in faults:
-        index = bisect_right(moments, fault.at + FELT)
-        felt[fault.kind].append(max(0.0, latest[index - 1] - fault.at) if index else 0.0)
+        if fault.kind in SERVERS or not any(fault.at <= back and gone <= end(fault) for gone, back in away):
+            felt[fault.kind.value].append(end(fault) - fault.at)
     parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {kind: {name: round(percentile(it, part), 2) for name, part in parts.items()} for kind, it in felt.items()}
+    return {
+        kind: {"measured": len(it)} | {name: round(percentile(it, part), 2) for name, part in parts.items()}
+        for kind, it in felt.items()
+    }
 
 
 def figures(

@@ -53,7 +53,7 @@ class CommitTrap:
     def __call__(self, link: Link, data: bytes) -> None:
         """Is shown what goes up."""
         shut = self._armed.get(link)
-        if shut is not None and b"COMMIT" in data:
+        if shut is not None and b"COMMIT;" in data:  # and not READ COMMITTED
             link.swallow(frozenset({Way.DOWN}))
             shut.set()
 
