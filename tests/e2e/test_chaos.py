@@ -98,14 +98,19 @@ def test_the_database_must_agree_with_what_it_told_the_writers(ending: Ending, e
     assert (getattr(verdict, found), verdict.holds) == (1, False)
 
 
+def all_the_same(seconds: float) -> dict[str, float]:
+    return dict.fromkeys(("p50", "p99", "max"), seconds)
+
+
 def test_a_fault_lasts_until_all_that_it_held_up_has_been_sent() -> None:
     written = [Written(Ending.COMMITTED, [name], at) for name, at in (("e1", 9.0), ("e2", 10.3), ("e3", 11.0))]
     arrived = [arrival("e1", at=9.1), arrival("e3", at=11.1), arrival("e2", at=13.0)]
-    found = recoveries([Fault(Kind.KILL, "a1", at=10.0)], arrived, written)
-    assert found == {"kill": {"measured": 1, "p50": 3.0, "p99": 3.0, "max": 3.0}}
+    found = recoveries([Fault(Kind.KILL, "a1", at=10.0, ended=12.0)], arrived, written)
+    assert found == {"kill": {"measured": 1, **all_the_same(3.0), "after_its_end": all_the_same(1.0)}}
 
 
 def test_what_happens_while_a_server_is_away_is_not_measured() -> None:
     written, arrived = [Written(Ending.COMMITTED, ["e1"], 10.0)], [arrival("e1", at=15.0)]
-    faults = [Fault(Kind.BROKER, "server", at=10.0), Fault(Kind.CUT, "a link", at=12.0)]
-    assert recoveries(faults, arrived, written) == {"broker": {"measured": 1, "p50": 5.0, "p99": 5.0, "max": 5.0}}
+    faults = [Fault(Kind.BROKER, "server", at=10.0, ended=14.0), Fault(Kind.CUT, "a link", at=12.0, ended=12.5)]
+    found = recoveries(faults, arrived, written)
+    assert found == {"broker": {"measured": 1, **all_the_same(5.0), "after_its_end": all_the_same(1.0)}}

@@ -84,10 +84,14 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     for name, value in report.items():
         if name == "recovery_seconds":
-            for kind, felt in value.items():
-                found.append((f"recovery from {kind}", "  ".join(f"{part} {it}" for part, it in felt.items())))
+            found += [(f"recovery from {kind}", _times(felt)) for kind, felt in value.items()]
         elif isinstance(value, dict):
             found.append((name.replace("_", " "), ", ".join(f"{it} {part}" for part, it in value.items())))
         else:
             found.append((name.replace("_", " "), shown(value)))
     return found
+
+
+def _times(felt: dict[str, Any]) -> str:
+    healed = felt["after_its_end"]
+    return "  ".join(f"{part} {felt[part]} s ({healed[part]} s after its end)" for part in healed)

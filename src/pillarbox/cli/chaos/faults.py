@@ -78,7 +78,7 @@ class Faults:
 
     def __init__(self, world: World, kinds: Collection[Kind], seed: int, tell: Callable[..., None]) -> None:
         self._world = world
-        self._deck_of = [kind for kind in Kind if kind in kinds for _ in range(DECK.get(kind, 1))]
+        self._cards = [kind for kind in Kind if kind in kinds for _ in range(DECK.get(kind, 1))]
         self._draw = random.Random(f"{seed} faults")  # noqa: S311  repeatable
         self._tell = tell
         self._deck: list[Kind] = []
@@ -99,12 +99,14 @@ class Faults:
         self._world.mend()
 
     def _next(self) -> Kind | None:
-        """The next card that can be played now."""
-        if not self._deck:
-            self._deck = self._draw.sample(self._deck_of, len(self._deck_of))
-        playable = (index for index, kind in enumerate(self._deck) if self._is_possible(kind))
-        index = next(playable, None)
-        return None if index is None else self._deck.pop(index)
+        """The next card that can be played now; what cannot stays for later, and a new deck goes below it."""
+        for _ in range(2):
+            for index, kind in enumerate(self._deck):
+                if self._is_possible(kind):
+                    return self._deck.pop(index)
+            kept = set(self._deck)
+            self._deck += [kind for kind in self._draw.sample(self._cards, len(self._cards)) if kind not in kept]
+        return None
 
     async def _play(self, kind: Kind) -> None:
         if kind not in SERVERS:

@@ -76,27 +76,35 @@ def recoveries(faults: Sequence[Fault], arrived: Sequence[Arrival], written: Seq
     """For each kind, the seconds from a fault until all that was committed by then, or just after, had been sent.
 
     Faults overlap, so one is blamed for others that strike while it is felt; but what happens while a server is away is
-    left out, as only that would show. ``measured`` are the others.
+    left out, as only that would show. ``measured`` are the others. ``after_its_end`` counts from when the fault was
+    over, and the server was back.
     """
     sent = {arrival.event_id: arrival.at for arrival in arrived}
     each_sent = ((each.at, [sent[it] for it in each.events if it in sent]) for each in written)
     commits = sorted((at, max(found)) for at, found in each_sent if found)
     moments, latest = [at for at, _ in commits], list(accumulate((until for _, until in commits), max))
 
-    def end(fault: Fault) -> float:
-        index = bisect_right(moments, fault.at + FELT)
-        return max(fault.at, latest[index - 1]) if index else fault.at
+    def until(moment: float) -> float:
+        """When all had been sent that was committed by then, or just after."""
+        index = bisect_right(moments, moment + FELT)
+        return max(moment, latest[index - 1]) if index else moment
 
-    away = [(fault.at, end(fault)) for fault in faults if fault.kind in SERVERS]
+    away = [(fault.at, until(fault.at)) for fault in faults if fault.kind in SERVERS]
     felt: defaultdict[str, list[float]] = defaultdict(list)
+    healed: defaultdict[str, list[float]] = defaultdict(list)
     for fault in faults:
-        if fault.kind in SERVERS or not any(fault.at <= back and gone <= end(fault) for gone, back in away):
-            felt[fault.kind.value].append(end(fault) - fault.at)
-    parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        if fault.kind in SERVERS or not any(fault.at <= back and gone <= until(fault.at) for gone, back in away):
+            felt[fault.kind.value].append(until(fault.at) - fault.at)
+            healed[fault.kind.value].append(until(fault.ended) - fault.ended)
     return {
-        kind: {"measured": len(it)} | {name: round(percentile(it, part), 2) for name, part in parts.items()}
-        for kind, it in felt.items()
+        kind: {"measured": len(times), **_parts(times), "after_its_end": _parts(healed[kind])}
+        for kind, times in felt.items()
     }
+
+
+def _parts(times: Sequence[float]) -> dict[str, float]:
+    parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(percentile(times, part), 2) for name, part in parts.items()}
 
 
 def figures(
