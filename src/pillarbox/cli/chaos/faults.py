@@ -89,6 +89,7 @@ class Faults:
 
     async def strike(self, seconds: float) -> None:
         """Let things go wrong for so long, then wait until the last of it has healed."""
+        await self._world.caught_up()  # there is something to break
         deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             while time.monotonic() < deadline:

@@ -264,12 +264,12 @@ class World:
 
     async def caught_up(self) -> None:
         """Wait until what is there now has been announced: whatever was wrong, it is over. But not for ever."""
-        deadline, wanted = _later(), None
+        deadline, wanted = _later(), 0
         while asyncio.get_running_loop().time() < deadline:
             found = await self.progress()
             if found is not None:
-                wanted = found[0] if wanted is None else wanted
-                if found[1] >= wanted:
+                wanted = wanted or found[0]
+                if found[1] >= wanted > 0:
                     return
             await asyncio.sleep(_PAUSE)
 
