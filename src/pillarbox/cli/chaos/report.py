@@ -93,7 +93,8 @@ def recoveries(faults: Sequence[Fault], arrived: Sequence[Arrival], written: Seq
     felt: defaultdict[str, list[float]] = defaultdict(list)
     healed: defaultdict[str, list[float]] = defaultdict(list)
     for fault in faults:
-        if fault.kind in SERVERS or not any(fault.at <= back and gone <= until(fault.at) for gone, back in away):
+        over = max(until(fault.at), until(fault.ended))
+        if fault.kind in SERVERS or not any(fault.at <= back and gone <= over for gone, back in away):
             felt[fault.kind.value].append(until(fault.at) - fault.at)
             healed[fault.kind.value].append(until(fault.ended) - fault.ended)
     return {
