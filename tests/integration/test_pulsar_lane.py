@@ -192,19 +192,21 @@ async def test_h108_a_sleeper_wakes_before_it_opens(postgres_database: Database,
     async with prepared(postgres_database, pulsar) as (box, where):
         await write(box, written, "abc")
         sleeper = await ack_kill.start_relay(where, "open")
-        await soon(lambda: _is_stopped(sleeper.pid))
-        async with relaying(box):
-            await until_sent(box)
-            await write(box, written, "abc" * 20)
-            await until_sent(box)
-            sleeper.send_signal(signal.SIGCONT)
-            await write(box, written, "abc" * 20)
-            await until_sent(box)
-        assert sleeper.returncode is None, "it goes on, and leaves the lane alone"
-        await write(box, written, "abc")
-        await until_sent(box)  # it is the only one now
-        sleeper.terminate()
-        await sleeper.wait()
+        try:
+            await soon(lambda: _is_stopped(sleeper.pid))
+            async with relaying(box):
+                await until_sent(box)
+                await write(box, written, "abc" * 20)
+                await until_sent(box)
+                sleeper.send_signal(signal.SIGCONT)
+                await write(box, written, "abc" * 20)
+                await until_sent(box)
+            assert sleeper.returncode is None, "it goes on, and leaves the lane alone"
+            await write(box, written, "abc")
+            await until_sent(box)  # it is the only one now
+        finally:
+            sleeper.kill()
+            await sleeper.wait()
     found = await asyncio.to_thread(read_topic, pulsar.url, where.topic)
     assert compare(written, found) == {"missing": 0, "doubled": 0, "inverted": 0, "ghosts": 0}
 
