@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from uuid import uuid4
@@ -115,6 +116,27 @@ async def test_a_producer_that_is_opened_while_we_give_up_is_not_lost(
         with pytest.raises(asyncio.CancelledError):
             await opening
     assert await transport.open("lane", [topic]) == {topic: -1}
+    await transport.close()
+
+
+async def test_lanes_that_begin_together_ask_once_for_what_they_share(
+    pulsar: Pulsar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, topic, other = PulsarTransport(pulsar.url, admin_url=pulsar.admin_url), new_topic(), new_topic()
+    assert transport.admin is not None
+    asked: Counter[str] = Counter()
+    really_ask = transport.admin._request
+
+    async def ask(method: str, path: str, *args: Any, **options: Any) -> Any:
+        asked[path] += 1
+        return await really_ask(method, path, *args, **options)
+
+    monkeypatch.setattr(transport.admin, "_request", ask)
+    await asyncio.gather(*(transport.open(f"lane{number}", [topic]) for number in range(16)))
+    assert set(asked.values()) == {1}
+    seen = dict(asked)
+    await transport.open("lane0", [other])
+    assert asked - Counter(seen) == {f"{TopicName.parse(other).path}/deduplicationEnabled?applied=true": 1}
     await transport.close()
 
 

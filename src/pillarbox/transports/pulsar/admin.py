@@ -154,9 +154,11 @@ class PulsarAdmin:
         A topic that does not exist yet is answered for as if it were made now.
         """
         applied = await self.deduplication_of(topic, applied=True)
-        if applied is not None:
-            return applied
-        found = await self.policies(topic.namespace_name)
+        return await self.namespace_deduplicates(topic.namespace_name) if applied is None else applied
+
+    async def namespace_deduplicates(self, namespace: str) -> bool:
+        """The same for topics of ``tenant/namespace`` that say nothing themselves."""
+        found = await self.policies(namespace)
         if found is not None and found.deduplication is not None:
             return found.deduplication
         return (await self.runtime()).get("brokerDeduplicationEnabled") == "true"

@@ -45,7 +45,7 @@ MAX_HEADERS = 65_536
 LARGE = MAX_HEADERS // 8
 """Below this nothing can be too large."""
 RECOUNT = 60.0
-"""Seconds after which we look again how many partitions a topic has."""
+"""Seconds after which we look again how many partitions a topic has, and at the settings of a namespace."""
 IDLE = 300.0
 """Seconds after which a producer that sends nothing is closed, when others are opened."""
 
@@ -138,6 +138,9 @@ class PulsarTransport:
         """By name, then by physical topic."""
         self._topics: dict[str, _Topic] = {}
         self._deduplicating: set[str] = set()
+        self._checking: dict[str, asyncio.Lock] = {}
+        self._namespaces: dict[str, float] = {}
+        """When we saw that a namespace deduplicates."""
         self._largest: dict[str, int] = {}
         """The largest payload that a topic has stored."""
         self._entry_limits: dict[str, int] = {}
@@ -255,15 +258,30 @@ class PulsarTransport:
         self._limit = min(self._limit, producer.message_limit)
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
+        """Lanes begin together and share topics: one of them asks, and the others wait for the answer."""
         if self.admin is None or topic in self._deduplicating:
             return
-        if not await self.admin.is_deduplicating(name):
-            raise ConfigurationError(
-                f"deduplication is off for {name}, so it cannot be written exactly once: run `pillarbox topics apply`, "
-                f"or `pulsar-admin namespaces set-deduplication {name.namespace_name} --enable`, or say "
-                "guarantee='at_least_once'"
-            )
-        self._deduplicating.add(topic)
+        async with self._checking.setdefault(topic, asyncio.Lock()):
+            if topic not in self._deduplicating and not await self._is_deduplicating(self.admin, name):
+                raise ConfigurationError(
+                    f"deduplication is off for {name}, so it cannot be written exactly once: run `pillarbox topics "
+                    f"apply`, or `pulsar-admin namespaces set-deduplication {name.namespace_name} --enable`, or say "
+                    "guarantee='at_least_once'"
+                )
+            self._deduplicating.add(topic)
+        self._checking.pop(topic, None)
+
+    async def _is_deduplicating(self, admin: PulsarAdmin, name: TopicName) -> bool:
+        """What holds for a whole namespace is remembered for a while: it may have a topic for each tenant."""
+        said = await admin.deduplication_of(name, applied=True)
+        if said is not None:
+            return said
+        namespace, now = name.namespace_name, asyncio.get_running_loop().time()
+        if self._namespaces.get(namespace, float("-inf")) + RECOUNT < now:
+            if not await admin.namespace_deduplicates(namespace):
+                return False
+            self._namespaces[namespace] = now
+        return True
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
