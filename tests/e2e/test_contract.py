@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import FreshDatabase
-from tests.servers import Server, Servers
+from tests.servers import Pulsar, Server, Servers
 
 CONTRACT = Path(__file__).parent.parent / "contract"
 SYNC = {"embedded": "psycopg", "system": "psycopg2", "oldest": "psycopg", "mariadb": "pymysql", "sqlite": "pysqlite"}
@@ -32,6 +32,13 @@ def test_quickstart(fresh_database: FreshDatabase, kind: str) -> None:
 def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
     database = fresh_database(kind)
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
+
+
+@pytest.mark.parametrize("kind", ["embedded", "mariadb"])
+def test_pulsar_exactly_once(fresh_database: FreshDatabase, pulsar: Pulsar, kind: str) -> None:
+    """It takes more than a minute, as it kills 25 relays at its own pace."""
+    said = run("pulsar_exactly_once.py", fresh_database(kind).url(), pulsar.url, pulsar.admin_url)
+    assert "25 relays killed: each once, in order" in said
 
 
 def test_without_a_database_twice_in_a_row(
