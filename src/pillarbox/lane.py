@@ -31,15 +31,17 @@ from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict,
 
 logger = logging.getLogger("pillarbox")
 
-BREAKER = RetryPolicy(base=0.1, cap=5.0, attempts=1)
-"""How long a lane rests when the destination is not to be had: the longer, the more often that was so."""
+BREAKER = RetryPolicy(base=0.1, cap=2.0, attempts=1)
+"""How long a lane rests when the destination is not to be had: the longer, the more often that was so. Each lane draws
+for itself, so the cap is what the last of them may be late when it is back.
+"""
 
 LARGE = 65_536
 """From here on a message that is larger than any acknowledged one goes alone: a broker that cuts the connection on
 oversize looks like an outage, and must not take innocent messages with it."""
 
 DEADLY_TRIES = 3
-"""A batch that so many relays died of is sent one message at a time."""
+"""A batch that so many relays died of is sent one message at a time, at least in the beginning."""
 
 LATE = "no answer in time"
 
@@ -410,15 +412,24 @@ class LaneWorker:
         self._stored = False
         began = clock.current().monotonic()
         accepted: set[int] = set()
+        trust = 1
         while items is None or items:
             if items is None:
                 items, outcome = await self._recover(accepted)
-            elif self.lane.tries >= DEADLY_TRIES:
+            elif self.lane.tries < DEADLY_TRIES:
+                items, outcome = await self._send(items, accepted, messages)
+            elif trust == 1:
                 items, outcome = await self._send_suspect(items, accepted)
             else:
-                items, outcome = await self._send(items, accepted, messages)
+                items, outcome = await self._send(items[:trust], accepted, rest=items[trust:])
             messages = None
+            if outcome is not None and outcome.accepted and self._publisher.capabilities.numbered:
+                # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
+                # remembers how far we came, requests may grow again: whoever dies of a larger one leaves the next owner
+                # closer to its cause, which is then alone.
+                trust *= 2
             if outcome is not None and outcome.unfinished is not None:
+                trust = 1
                 items = None  # an outage costs no memory: what is left will be read again
                 if not await self._rest(outcome.unfinished.value, outcome.reason):
                     await self._abandon(accepted)
@@ -427,14 +438,18 @@ class LaneWorker:
         self._report.delivered(clock.current().monotonic() - began)
 
     async def _send(
-        self, items: list[_Item], accepted: set[int], ready: list[Message] | None = None
+        self,
+        items: list[_Item],
+        accepted: set[int],
+        ready: list[Message] | None = None,
+        rest: Sequence[_Item] = (),
     ) -> tuple[list[_Item], Outcome]:
-        """One request; what is left to do comes back."""
+        """One request; what is left to do comes back, with the ``rest`` that was not to be sent yet."""
         at_once = ready is not None and max([len(message.body) for message in ready]) <= self._largest
         messages = ready if ready is not None and at_once else self._next_request(items)
         outcome = await self._request(messages)
         if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
-            return [], outcome
+            return [*rest], outcome
         accepted.update([messages[index].number for index in outcome.accepted])
         if outcome.rejected and outcome.unfinished is not None and self._publisher.capabilities.numbered:
             # What is below a rejected number must be known to be stored before that is written down: it comes again.
@@ -442,10 +457,8 @@ class LaneWorker:
         if outcome.duplicates:
             logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
         if outcome.rejected:
-            return await self._amend(items, len(messages), outcome), outcome
-        if len(outcome.accepted) == len(items):
-            return [], outcome
-        return [item for item in items if item[0] not in accepted], outcome
+            return await self._amend([*items, *rest], len(messages), outcome), outcome
+        return [item for item in (*items, *rest) if item[0] not in accepted], outcome
 
     def _next_request(self, items: Sequence[_Item]) -> list[Message]:
         messages: list[Message] = []
