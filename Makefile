@@ -16,7 +16,7 @@ SEED ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc chaos simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ servers: ## install the servers that the tests run against (root and apt-get, Ma
 
 test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) $(TESTS)
+ifeq ($(TESTS),)
+	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) -k embedded
+endif
+
+prove-contract: setup servers ## the contract program for Pulsar, on PostgreSQL and MariaDB
+	$(BIN)/python -m pytest --alone tests/e2e/test_contract.py
 
 test-matrix: setup servers ## the tests that touch a database, on all versions that we support (CELLS=pg14,sa20 for some)
 	$(BIN)/python -m tests.matrix --workers $(WORKERS) --only "$(CELLS)"

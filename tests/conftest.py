@@ -162,7 +162,9 @@ class ServerReport:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        narrowed = config.option.keyword or config.option.markexpr or config.option.collectonly
+        narrowed = (
+            config.option.keyword or config.option.markexpr or config.option.collectonly or config.getoption("alone")
+        )
         self.whole_run = config.args_source is not pytest.Config.ArgsSource.ARGS and not narrowed
         self.strict = os.environ.get("CI") == "true"
         self.tests: dict[str, set[str]] = {kind: set() for kind in KINDS}
@@ -200,6 +202,21 @@ class ServerReport:
         return self.strict and missed and installable(kind)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", action="store_true", help="only the tests that want the machine for themselves")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Programs that go by the clock want the machine for themselves: they come by `--alone`, or if they are named."""
+    alone = config.getoption("alone")
+    if not alone and any("::" in argument for argument in config.args):
+        return
+    kept = [item for item in items if (item.get_closest_marker("alone") is not None) is alone]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: a test that wants the machine for itself")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ServerReport(config), "server-report")

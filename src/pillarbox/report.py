@@ -53,7 +53,7 @@ class Report:
         self._way = (lane.route.name, lane.route.destination)
         self._refused: dict[str, str] = {}
         if signals:  # a counter that is not there before it first rises is seen to rise by nobody
-            for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD):
+            for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD, telemetry.FORGOTTEN):
                 signals.count(metric, self._way, 0)
             signals.count(telemetry.LEASE_LOST, self._route, 0)
 

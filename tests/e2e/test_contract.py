@@ -34,6 +34,7 @@ def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["embedded", "mariadb"])
 def test_pulsar_exactly_once(fresh_database: FreshDatabase, pulsar: Pulsar, kind: str) -> None:
     """It takes more than a minute, as it kills 25 relays at its own pace."""
