@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message
 from pillarbox.transports import connect
-from pillarbox.transports.pulsar import Anonymous, Tls, Token, wire_pb2
+from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, wire_pb2
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
 from pillarbox.transports.pulsar.connection import BrokerError, Connection, Endpoint
@@ -383,6 +383,30 @@ async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
         assert (answers.stored, [*answers.refused]) == ([0], [1])
         assert [each.send.sequence_id for each in peers[0].heard if each.type == Type.SEND] == [8, 9]
         assert producer.last == 8
+        connection.close()
+
+
+@pytest.mark.parametrize("number", [8, 9])
+async def test_h99_an_entry_that_failed_before_a_stored_one_is_not_taken_for_stored(number: int) -> None:
+    def fails_once(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND and command.send.sequence_id == number:
+            told = wire.SendError(producer_id=1, sequence_id=number, error=wire.PersistenceError, message="the disk")
+            peer.say(send_error=told)
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(fails_once) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        transport = PulsarTransport(f"pulsar://{endpoint}", guarantee="at_least_once")
+        transport._largest[str(TOPIC)] = 10_000  # both may be on their way at once
+        sent = [message(8, key="a"), message(9, key="b")]
+        _, answers = await transport._publish(producer, sent, range(2))
+        if number == 8:
+            assert (answers.stored, [*answers.refused], answers.lost) == ([1], [0], None)
+        else:
+            assert (answers.stored, [*answers.refused]) == ([0], [])
+            assert "PersistenceError" in str(answers.lost)
         connection.close()
 
 

@@ -337,7 +337,9 @@ class PulsarTransport:
                 self._entry_limits[topic] = max(1, len(entry.payload) // 2)
                 del answers.refused[index]
                 answers.lost = str(error)
-            elif error.code not in _OURS:
+            elif error.code not in _OURS and not any(later > index for later in answers.stored):
+                # Else something is stored behind it, and whoever asks how far the topic has come would take it for
+                # stored, too: it gets a new number, at the risk of a second copy.
                 del answers.refused[index]
                 answers.lost = str(error)
         if answers.lost is not None:
