@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .aggregate import Aggregate as Aggregate
     from .app import Pillarbox as Pillarbox
     from .codec import Codec as Codec
+    from .consumers.handling import MessageContext as MessageContext
     from .context import EventContext as EventContext
     from .context import current_context as current_context
     from .context import event_context as event_context
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .errors import EventError as EventError
     from .errors import PayloadError as PayloadError
     from .errors import PillarboxError as PillarboxError
+    from .errors import Poison as Poison
+    from .errors import Reject as Reject
     from .errors import TenancyError as TenancyError
     from .event import Event as Event
     from .event import IntegrationEvent as IntegrationEvent
@@ -52,9 +55,12 @@ _HOMES = {
     "FailurePolicy": "outbox",
     "IntegrationEvent": "event",
     "Message": "transport",
+    "MessageContext": "consumers.handling",
     "PayloadError": "errors",
     "Pillarbox": "app",
     "PillarboxError": "errors",
+    "Poison": "errors",
+    "Reject": "errors",
     "Repository": "repository",
     "RetryPolicy": "retry",
     "Route": "route",

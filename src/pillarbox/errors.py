@@ -141,6 +141,26 @@ class TenancyError(PillarboxError):
     """A tenant that is missing, changed within a session, or not the owner of a row."""
 
 
+class Reject(PillarboxError):  # noqa: N818  a handler's decision, not a mishap
+    """Raised by a handler: what the event asks for cannot be done, and trying again would not help. What the handler
+    did is undone, the message is acknowledged, and a letter keeps it, with the reason.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Poison(PillarboxError):  # noqa: N818  it says what the message is
+    """Raised by a handler: nobody can do anything with this message. It is parked as a letter, and goes to the
+    dead-letter topic.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
 class StoreError(PillarboxError):
     """Something is wrong with the outbox itself."""
 

@@ -1,0 +1,193 @@
+"""Handlers: what is to be done with an event, and what a handler may ask for.
+
+A handler says by its annotations what it wants: the event, the unit of work whose transaction holds the row of the
+inbox, its session, the circumstances of the message. They are looked at once, when the handler is registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, Protocol
+from uuid import UUID
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from ..errors import ConfigurationError
+from ..event import EventType, registry
+from ..unit_of_work import UnitOfWork
+
+
+class MessageContext(msgspec.Struct, frozen=True, gc=False):
+    """The circumstances of a message that is being handled."""
+
+    consumer: str
+    topic: str
+    key: str
+    tenant: str | None
+    event_id: UUID
+    event_type: str
+    schema_version: int
+    """As it was sent; the event may have been brought to a newer one."""
+    occurred_at: datetime
+    attempt: int
+    """How often this consumer has tried, this time included."""
+    headers: Mapping[str, str]
+    version: int | None
+    """The version of the aggregate that raised it; None if there is no aggregate."""
+    event_index: int
+    """Its place among the events of that version, from 0."""
+    event_count: int
+    """How many that version has."""
+
+    @property
+    def aggregate_id(self) -> str | None:
+        """Whose event it is."""
+        return self.headers.get("aggregate_id")
+
+
+class Incoming(NamedTuple):
+    """An event that has come in."""
+
+    event: Any
+    context: MessageContext
+
+
+class Effects(Protocol):
+    """What a consumer does with events: its handlers, or a projection."""
+
+    @property
+    def kinds(self) -> Collection[EventType]:
+        """The events that it wants, in the versions that it wants them in."""
+        ...
+
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+        """Do it, in the transaction of ``uow``, which the caller commits. All of one tenant, in order per key. Whatever
+        is raised undoes all of it; several are then tried one by one.
+        """
+        ...
+
+
+Handler = Callable[..., Any]
+
+
+class Handlers:
+    """`Effects` by functions: each event goes to every handler of its type, in the order of their registration."""
+
+    def __init__(self) -> None:
+        self._calls: dict[type, list[_Call]] = {}
+        self._kinds: dict[type, EventType] = {}
+
+    @property
+    def kinds(self) -> Collection[EventType]:
+        return self._kinds.values()
+
+    def add(self, kinds: Sequence[type], handler: Handler) -> None:
+        """Register a handler for these events."""
+        if not kinds:
+            raise ConfigurationError("on needs at least one event type")
+        for kind in kinds:
+            if not isinstance(kind, type):
+                raise ConfigurationError(f"on takes event types, got {kind!r}")
+            self._kinds[kind] = registry.of_type(kind)
+            self._calls.setdefault(kind, []).append(_Call(handler, kinds))
+
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+        for event, context in incoming:
+            for call in self._calls[type(event)]:
+                await call(event, uow, context)
+
+
+class _Call:
+    """A handler, and where in its signature everything belongs."""
+
+    def __init__(self, handler: Handler, kinds: Sequence[type]) -> None:
+        self._handler = handler
+        self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
+            getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
+        )
+        self._wants = _wants(handler, kinds)
+
+    async def __call__(self, event: object, uow: UnitOfWork, context: MessageContext) -> None:
+        given = {name: find(event, uow, context) for name, find in self._wants.items()}
+        if self._is_async:
+            await self._handler(**given)
+            return
+        result = await asyncio.to_thread(self._handler, **given)  # it may block, and other messages must not wait
+        if inspect.isawaitable(result):
+            await result
+
+
+_Find = Callable[[object, UnitOfWork, MessageContext], object]
+_BY_TYPE: Mapping[type, _Find] = {
+    UnitOfWork: lambda _event, uow, _context: uow,
+    AsyncSession: lambda _event, uow, _context: uow.session,
+    MessageContext: lambda _event, _uow, context: context,
+}
+
+
+def _wants(handler: Handler, kinds: Sequence[type]) -> Mapping[str, _Find]:
+    """What each parameter of a handler gets. The first one that says nothing, or names an event, gets the event."""
+    where = getattr(handler, "__qualname__", repr(handler))
+    hints = _hints(handler)
+    wants: dict[str, _Find] = {}
+    has_event = False
+    for name, parameter in inspect.signature(handler).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigurationError(f"{where}: its parameter {name!r} cannot be given by name")
+        find = _by_type(hints.get(name))
+        if find is None and not has_event and _may_be_event(hints.get(name), kinds):
+            find, has_event = _event_itself, True
+        if find is not None:
+            wants[name] = find
+        elif parameter.default is parameter.empty:
+            raise ConfigurationError(
+                f"{where}: nothing is known for its parameter {name!r}; a handler may ask for the event, "
+                "a UnitOfWork, an AsyncSession and a MessageContext, by annotation"
+            )
+    if not has_event:
+        raise ConfigurationError(
+            f"{where}: none of its parameters takes the event: {', '.join(kind.__qualname__ for kind in kinds)}"
+        )
+    return wants
+
+
+def _by_type(hint: object) -> _Find | None:
+    return _BY_TYPE.get(hint) if isinstance(hint, type) else None
+
+
+def _event_itself(event: object, _uow: UnitOfWork, _context: MessageContext) -> object:
+    return event
+
+
+def _may_be_event(hint: object, kinds: Sequence[type]) -> bool:
+    """No annotation, or one that all of these events have: their class, a base of it, or a union of them."""
+    if hint is None or hint is Any or hint is object:
+        return True
+    parts = tuple(part for part in (typing.get_args(hint) or (hint,)) if isinstance(part, type))
+    return bool(parts) and all(issubclass(kind, parts) for kind in kinds)
+
+
+def _hints(handler: Handler) -> Mapping[str, object]:
+    function = handler if inspect.isroutine(handler) else getattr(handler, "__call__", handler)  # noqa: B004
+    try:
+        return typing.get_type_hints(function)
+    except NameError as error:
+        # Names of an enclosing function, as in tests, are not to be had: annotations stay texts there.
+        return {name: _BY_NAME.get(str(hint)) for name, hint in _annotations(function, error).items()}
+
+
+def _annotations(function: Any, error: NameError) -> Mapping[str, object]:
+    found = getattr(inspect.unwrap(function), "__annotations__", None)
+    if found is None:
+        raise ConfigurationError(f"the annotations of {function!r} cannot be read: {error}") from error
+    return typing.cast("Mapping[str, object]", found)
+
+
+_BY_NAME = {kind.__name__: kind for kind in _BY_TYPE}

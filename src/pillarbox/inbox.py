@@ -1,0 +1,170 @@
+"""The inbox port: which messages a consumer has dealt with, and the letters about those that it could not.
+
+Before this: a subscription has received a message. After it: its effect is in the database, once. The row of the inbox
+is the first thing that a transaction writes, and the effect the second, so one is there if and only if the other is.
+Whoever brings the same message at the same time waits for that transaction, and goes by its outcome.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Protocol
+from uuid import UUID
+
+import msgspec
+
+from .outbox import stable_hash
+from .transport import Message
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A message as the inbox knows it."""
+
+    event_id: UUID
+    schema_version: int
+    digest: bytes
+    """What `digest_of` says of its body."""
+
+
+class Admission(StrEnum):
+    """What the inbox says of an arrival."""
+
+    NEW = "new"
+    """Never seen: its row is written now, and stands if this transaction commits."""
+    DUPLICATE = "duplicate"
+    """Dealt with before, perhaps in another version of its schema."""
+    ALTERED = "altered"
+    """Its id and schema version were seen before, with another body."""
+
+
+class LetterKind(StrEnum):
+    """Why a message has become a letter."""
+
+    REJECTED = "rejected"
+    """A handler has said `Reject`: what the event asks for cannot be done."""
+    POISON = "poison"
+    """No handler can bear it, or it cannot be read."""
+    UNKNOWN = "unknown"
+    """No type is registered for its name, or for its version."""
+    ALTERED = "altered"
+    """See `Admission.ALTERED`: never given to a handler."""
+    HELD = "held"
+    """It came before its predecessors, and waits for them. The projection itself ends that."""
+
+
+class LetterState(StrEnum):
+    """What has become of a letter."""
+
+    OPEN = "open"
+    REDRIVEN = "redriven"
+    """Its effect is there."""
+    DISCARDED = "discarded"
+
+
+class Letter(msgspec.Struct, frozen=True):
+    """A message that a consumer could not turn into an effect, whole, with the reason."""
+
+    consumer: str
+    kind: LetterKind
+    reason: str
+    message: Message
+    event_id: UUID | None
+    """None if it cannot be read."""
+    event_type: str
+    schema_version: int
+    tenant: str | None = None
+    id: int = 0
+    """Given by the store."""
+    state: LetterState = LetterState.OPEN
+    attempts: int = 1
+    """How often it was tried as a letter and before; each redrive adds one."""
+    edited: bytes | None = None
+    """The body that a person has put in the place of the original one."""
+    created_at: datetime | None = None
+    updated_at: datetime | None = None
+
+    @property
+    def body(self) -> bytes:
+        """What a redrive would use."""
+        return self.message.body if self.edited is None else self.edited
+
+
+class LetterFilter(msgspec.Struct, frozen=True):
+    """Which letters; what is None does not matter."""
+
+    consumer: str | None = None
+    tenant: str | None = None
+    kinds: tuple[LetterKind, ...] = ()
+    """All of them, if none is named."""
+    states: tuple[LetterState, ...] = (LetterState.OPEN,)
+    event_type: str | None = None
+    event_id: UUID | None = None
+    topic: str | None = None
+    key: str | None = None
+    ids: tuple[int, ...] | None = None
+
+
+class Inbox(Protocol):
+    """What each consumer has dealt with. The key of a row is (consumer, tenant, event id).
+
+    Every method works in the transaction of ``connection``, which the caller commits.
+    """
+
+    def admit(
+        self, connection: Any, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
+    ) -> Sequence[Admission]:
+        """Write the rows of all that are new, and say of each what it is, in their order. Waits for transactions that
+        are just writing the same rows. The second of two arrivals with one id is a duplicate of the first, or altered.
+        """
+        ...
+
+    def prune(self, connection: Any, consumer: int, older_than: timedelta, limit: int) -> int:
+        """Delete up to ``limit`` rows that were written longer ago than that; how many they were."""
+        ...
+
+
+class Letters(Protocol):
+    """The letters of all consumers. Every method works in the transaction of ``connection``."""
+
+    def write(self, connection: Any, letters: Sequence[Letter]) -> Sequence[int]:
+        """Store new letters; their ids come back."""
+        ...
+
+    def find(self, connection: Any, wanted: LetterFilter, *, after: int = 0, limit: int = 100) -> Sequence[Letter]:
+        """Letters in the order of their ids, from behind ``after``."""
+        ...
+
+    def count(self, connection: Any, wanted: LetterFilter) -> Mapping[tuple[str, LetterKind], int]:
+        """How many there are, by consumer and kind."""
+        ...
+
+    def take(self, connection: Any, letter_id: int) -> Letter | None:
+        """Lock an open letter until the end of the transaction. None if it is not open any more, which is decided
+        after having waited for whoever had locked it.
+        """
+        ...
+
+    def close(self, connection: Any, letter_id: int, state: LetterState) -> bool:
+        """It is open no longer; false if it was not any more, and then nothing is changed."""
+        ...
+
+    def failed(self, connection: Any, letter_id: int, kind: LetterKind, reason: str) -> bool:
+        """Tried once more, without success; false if it is not open."""
+        ...
+
+    def edit(self, connection: Any, letter_id: int, body: bytes) -> bool:
+        """Let a redrive use another body; the original is kept. False if it is not open."""
+        ...
+
+
+def consumer_id(name: str, generation: int = 1) -> int:
+    """The number of a consumer in the inbox. A rebuilt projection is another generation, which starts afresh."""
+    return stable_hash(name if generation == 1 else f"{name}@{generation}")
+
+
+def digest_of(body: bytes) -> bytes:
+    """Two bodies with the same digest are the same."""
+    return hashlib.blake2b(body, digest_size=16).digest()

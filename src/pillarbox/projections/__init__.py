@@ -1,0 +1,1 @@
+"""Read models: tables that events write, and that can be written anew."""
