@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from alembic import command
@@ -20,7 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import Pillarbox
 from pillarbox.errors import ConfigurationError, NotMigratedError
+from pillarbox.inbox import Admission, Arrival, consumer_id, digest_of
 from pillarbox.outbox import Batch
+from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
@@ -95,6 +98,22 @@ class TestMigrate:
         lane = await store.announce(lane, Batch(items=[row.id for row in page.fresh]), settle=False)
         await store.settle(lane)
         assert {row.status for row in await _rows(engine)} == {"SENT"}
+
+    async def test_the_receiving_end_is_added_to_what_is_there(self, engine: AsyncEngine) -> None:
+        for number in range(1, 6):
+            await _run_step(engine, number)
+        store = QueueStore(engine)
+        async with engine.begin() as connection:
+            await connection.run_sync(store.register, [ROUTE])
+            await connection.run_sync(store.append, [delivery()])
+        before = await _rows(engine)
+        assert await _migrate(engine) == len(STEPS) - 5
+        assert await _rows(engine) == before
+        async with engine.begin() as connection:
+            await connection.run_sync(check_schema)
+            arrival = Arrival(uuid4(), 1, digest_of(b""))
+            for expected in (Admission.NEW, Admission.DUPLICATE):
+                assert await connection.run_sync(SqlInbox().admit, consumer_id("late"), None, [arrival]) == [expected]
 
     async def test_the_steps_make_what_the_tables_say(self, engine: AsyncEngine) -> None:
         await _migrate(engine)

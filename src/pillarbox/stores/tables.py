@@ -8,6 +8,9 @@
 ``pillarbox_outbox``  the deliveries
 ``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
 ``pillarbox_audit``   what people have done, for ever
+``pillarbox_consumers`` every consumer that was ever registered, and how far it has come
+``pillarbox_inbox``   the messages that a consumer has dealt with
+``pillarbox_letters`` messages that a consumer could not turn into an effect
 ``pillarbox_unsent``  a view of what is still to be sent, for counting
 ``outbox_events``     a view of all of it, for people
 
@@ -20,12 +23,14 @@ every dialect of SQLAlchemy with us.
 from __future__ import annotations
 
 from sqlalchemy import (
+    BINARY,
     BigInteger,
     Boolean,
     Column,
     Double,
     Identity,
     Integer,
+    LargeBinary,
     MetaData,
     SmallInteger,
     String,
@@ -153,4 +158,55 @@ audit = Table(
     Column("event_id", Uuid),
     Column("reason", LongText),
     Column("details", LongText),
+)
+
+consumers = Table(
+    "pillarbox_consumers",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("name", Name, nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("source", String(100), nullable=False),
+    Column("topics", LongText, nullable=False),
+    Column("generation", Integer, nullable=False, server_default="1"),
+    Column("handled", BigInteger, nullable=False, server_default="0"),
+    Column("last_event_id", Uuid),
+    Column("last_occurred_at", Utc),
+    Column("lag", Double),
+    Column("held", Integer, nullable=False, server_default="0"),
+    Column("seen_at", Utc),
+    Column("updated_at", Utc, nullable=False),
+)
+
+inbox = Table(
+    "pillarbox_inbox",
+    metadata,
+    Column("consumer", BigInteger, primary_key=True, autoincrement=False),
+    Column("tenant", ByteExact(200), primary_key=True, server_default=""),
+    Column("event_id", Uuid, primary_key=True),
+    Column("schema_version", Integer, nullable=False),
+    Column("digest", LargeBinary(16).with_variant(BINARY(16), "mysql", "mariadb"), nullable=False),
+    Column("at", Utc, nullable=False, server_default=now()),
+)
+
+letters = Table(
+    "pillarbox_letters",
+    metadata,
+    Column("id", AutoId, Identity(), primary_key=True),
+    Column("consumer", Name, nullable=False),
+    Column("kind", String(10), nullable=False),
+    Column("state", String(10), nullable=False),
+    Column("reason", LongText, nullable=False),
+    Column("tenant", ByteExact(200)),
+    Column("event_id", Uuid),
+    Column("event_type", String(200), nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("topic", Name, nullable=False),
+    Column("key", ByteExact(512), nullable=False),
+    Column("headers", JsonText, nullable=False),
+    Column("body", LongBytes, nullable=False),
+    Column("edited", LongBytes),
+    Column("attempts", Integer, nullable=False),
+    Column("created_at", Utc, nullable=False, server_default=now()),
+    Column("updated_at", Utc, nullable=False, server_default=now()),
 )
