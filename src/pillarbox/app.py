@@ -7,12 +7,13 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import URL, Connection, Engine, make_url, update
+from sqlalchemy import URL, Connection, Engine, StaticPool, make_url, update
 from sqlalchemy.exc import ArgumentError, InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -22,24 +23,32 @@ from .bus import Bus, Handler
 from .codec import Codec
 from .codecs import Codecs
 from .commit import guard_commits
+from .consumers.consumer import Consumer, Terms
+from .consumers.handling import Effects, Handlers
+from .consumers.home import OUTBOX
+from .consumers.intake import Flow
 from .context import check_header
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
 from .event import EventType, Raised, registry
 from .gauges import Gauges
+from .inbox import Letter, LetterFilter, LetterKind, LetterState
 from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
-from .route import Origin, Route, Router, check_routes, check_transports
+from .retry import RetryPolicy
+from .route import Origin, Route, Router, check_key, check_routes, check_transports
 from .stores import sqlite, store_on, streaming_on
+from .stores.inbox import SqlInbox
+from .stores.letters import SqlLetters
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
 from .stores.tables import meta
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
-from .transport import Capabilities, Message, Publisher, Transport
+from .transport import Capabilities, Message, Publisher, Subscriber, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
 _Prepared = tuple[Engine, tuple[RouteRecord, ...]]
@@ -97,13 +106,13 @@ class Pillarbox:
         check_routes(routes, self.transports)
         if shards is not None and not 1 <= shards <= 4096:
             raise ConfigurationError(f"shards must be between 1 and 4096, got {shards}")
-        self._codecs = Codecs(tuple(codecs))
+        self.codecs = Codecs(tuple(codecs))
         self._shards = shards
         self._slow_after = slow_after
         self._row_security = row_security
         self.tenancy = Tenancy(tenancy, row_security=row_security)
         capabilities = {name: transport.capabilities for name, transport in self.transports.items()}
-        self.router = Router(routes, self._codecs.named, {**capabilities, BUS: Capabilities()}, shards or SHARDS)
+        self.router = Router(routes, self.codecs.named, {**capabilities, BUS: Capabilities()}, shards or SHARDS)
         self.handlers: dict[str, Handler] = {}
         self.doorbell = Doorbell()
         self._relay_engine: AsyncEngine | None = None
@@ -112,8 +121,12 @@ class Pillarbox:
         self._process: int | None = None
         self.signals = Signals(signals)
         """Who is told what this box and its relays do."""
-        self.signals.watch(Gauges(lambda: self._engine, lambda: self._relays))
-        self._outbox = _BoxOutbox(self)
+        self.signals.watch(Gauges(lambda: self._engine, lambda: [*self._relays, *self.consumers.values()]))
+        self._outbox = self.posts = _BoxOutbox(self)
+        self._inbox = SqlInbox()
+        self._letters = SqlLetters()
+        self.consumers: dict[str, Consumer] = {}
+        """The consumers and projections of this box, by name."""
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
         if isinstance(engine, AsyncEngine):
             self._use(engine)
@@ -160,9 +173,10 @@ class Pillarbox:
     async def stop(self) -> None:
         """Stop the relays of this box, and let go of everything that it has opened."""
         self._check_process()
-        for relay in [*self._relays]:
-            relay.stop()
-            await relay.finished()
+        workers: list[Consumer | Relay] = [*self.consumers.values(), *self._relays]
+        for worker in workers:
+            worker.stop()
+            await worker.finished()
         for name, transport in self.transports.items():
             try:
                 await transport.close()
@@ -312,6 +326,118 @@ class Pillarbox:
 
         return keep
 
+    # -- consuming -----------------------------------------------------------------------------------------------------
+
+    def consumer(
+        self,
+        name: str,
+        *,
+        source: str | Subscriber,
+        topics: Sequence[str] = (),
+        batch: int = Flow.batch,
+        concurrency: int = Flow.concurrency,
+        max_messages: int = Flow.max_messages,
+        max_bytes: int = Flow.max_bytes,
+        grace: float = Flow.grace,
+        retry: RetryPolicy = Terms.retry,
+        patience: float = Terms.patience,
+        retention: timedelta = Terms.retention,
+        ignores: Sequence[str] = (),
+    ) -> Consumer:
+        """A consumer: give it handlers by ``@consumer.on(...)``, and let it ``run``.
+
+        ``source`` is the name of a transport that can be subscribed to, or such a subscriber, with its ``topics``; or
+        ``"outbox"``, for events of this box itself, without a broker. The name is that of the group and of the inbox:
+        keep it for ever. ``batch`` messages share a transaction; if it fails they are tried one by one, so a handler
+        may then be called again for an event, and its effects stay once. ``ignores`` are patterns of events that may
+        come and that are not known here; all other unknown ones become letters.
+        """
+        return self._consumer(
+            name,
+            Handlers(),
+            source,
+            topics,
+            flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
+            terms=Terms(retry, patience, retention, tuple(ignores)),
+        )
+
+    def _consumer(
+        self,
+        name: str,
+        effects: Effects,
+        source: str | Subscriber,
+        topics: Sequence[str],
+        *,
+        flow: Flow,
+        terms: Terms,
+    ) -> Consumer:
+        check_key("name", name, 200)
+        if name in self.consumers:
+            raise ConfigurationError(f"two consumers are called {name!r}: each has an inbox of its own, by its name")
+        subscriber = None if source == OUTBOX else self._subscriber(name, source)
+        if subscriber is None and topics:
+            raise ConfigurationError(f"consumer {name!r}: the outbox has no topics; its handlers say what it gets")
+        if subscriber is not None and (isinstance(topics, str) or not topics):
+            raise ConfigurationError(f"consumer {name!r} needs topics, a list of names, got {topics!r}")
+        consumer = self.consumers[name] = Consumer(
+            name,
+            self,
+            effects,
+            source=source if isinstance(source, str) else type(source).__name__,
+            subscriber=subscriber,
+            topics=topics,
+            inbox=self._inbox,
+            letters=self._letters,
+            flow=flow,
+            terms=terms,
+        )
+        return consumer
+
+    def _subscriber(self, name: str, source: str | Subscriber) -> Subscriber:
+        if not isinstance(source, str):
+            found: object = source
+        elif (found := self.transports.get(source)) is None:
+            known = ", ".join(sorted(self.transports)) or "none"
+            raise ConfigurationError(
+                f"consumer {name!r}: no transport is called {source!r}; known are: {known}, and {OUTBOX!r}"
+            )
+        if not hasattr(found, "subscribe"):
+            raise ConfigurationError(f"consumer {name!r}: {type(found).__name__} cannot be subscribed to")
+        return cast("Subscriber", found)
+
+    async def dead_letters(
+        self,
+        *,
+        consumer: str | None = None,
+        tenant: str | None = None,
+        kinds: Sequence[LetterKind] = (),
+        states: Sequence[LetterState] = (LetterState.OPEN,),
+    ) -> AsyncIterator[Letter]:
+        """The letters of a consumer, or of all, from the oldest on: messages that it could not turn into effects."""
+        wanted = LetterFilter(consumer, tenant, tuple(kinds), tuple(states))
+        page: Sequence[Letter] = ()
+        while True:
+            async with self.engine.connect() as connection:
+                page = await connection.run_sync(self._letters.find, wanted, after=page[-1].id if page else 0)
+            for letter in page:
+                yield letter
+            if not page:
+                return
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the database has one writer at a time."""
+        return self.engine.dialect.name == "sqlite"
+
+    def relay_to(self, consumer: str, destination: Publisher) -> Relay:
+        """A relay that serves nobody but a consumer of the outbox."""
+        if isinstance(self.engine.pool, StaticPool):
+            raise ConfigurationError(
+                f"consumer {consumer!r}: an in-memory SQLite has one connection, which relay and consumer would have "
+                "to share: use a file"
+            )
+        return self._relay({f"{BUS}:{consumer}": destination}, f"{consumer}@{relay_name()}")
+
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def relay(
@@ -332,23 +458,42 @@ class Pillarbox:
         With ``source="cdc"``, on PostgreSQL, bodies and wake-ups come by logical replication while it runs: from a
         temporary slot, or from one that is kept and called ``slot``.
         """
+        bus = Bus(self.handlers, self.decode, self.signals)
+        publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
+        return self._relay(
+            {**self.transports, **publishers},
+            name or relay_name(),
+            pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
+            shards=shards,
+            source=source,
+            slot=slot,
+        )
+
+    def _relay(
+        self,
+        publishers: Mapping[str, Publisher],
+        name: str,
+        *,
+        pacing: Pacing | None = None,
+        shards: Collection[int] | None = None,
+        source: Literal["cursor", "cdc"] = "cursor",
+        slot: str | None = None,
+    ) -> Relay:
         self._use_in_this_process()
         if self._relay_engine is None:
             self._relay_engine = with_own_pool(self.engine)
             self._outbox.put_right(self._relay_engine.sync_engine)
-        bus = Bus(self.handlers, self.decode, self.signals)
-        publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
-        name = name or relay_name()
+        pacing = pacing or Pacing()
         store, feed = store_on(self._relay_engine), None
         if source == "cdc":
-            store, feed = streaming_on(self._relay_engine, name, slot, window_bytes, self.signals)
+            store, feed = streaming_on(self._relay_engine, name, slot, pacing.window_bytes, self.signals)
         elif source != "cursor" or slot is not None:
             raise ConfigurationError(f'relay: source is "cursor" or "cdc", which alone has a slot, got {source!r}')
         relay = Relay(
             store,
-            {**self.transports, **publishers},
+            publishers,
             name=name,
-            pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
+            pacing=pacing,
             shards=shards,
             bell=self.doorbell,
             feed=feed,
@@ -360,7 +505,7 @@ class Pillarbox:
 
     def decode(self, message: Message | Row) -> object:
         """The event in a message."""
-        content = self._codecs.reading(message.headers.get("content_type", "application/json")).decode(
+        content = self.codecs.reading(message.headers.get("content_type", "application/json")).decode(
             message.body, message.headers
         )
         return registry.build(content.name, content.version, content.payload, content.event_id, content.occurred_at)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from . import telemetry
-from .context import event_context
+from .context import caused_by
 from .outbox import Key
 from .telemetry import SILENT, Activity, Signals
 from .transport import Capabilities, Message, Outcome, Rejection
@@ -96,14 +96,7 @@ class Bus:
 
     async def _dispatch(self, message: Message) -> None:
         handler = self._handlers[message.topic]
-        headers = message.headers
-        with event_context(
-            tenant=headers.get("tenant_id"),
-            correlation_id=headers.get("correlation_id") or headers.get("event_id"),
-            causation_id=headers.get("event_id"),
-            traceparent=headers.get("traceparent"),
-            tracestate=headers.get("tracestate"),
-        ):
+        with caused_by(message.headers):
             event = self._decode(message)
             if inspect.iscoroutinefunction(handler):
                 await handler(event)

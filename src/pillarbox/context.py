@@ -8,7 +8,7 @@ same ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -68,6 +68,24 @@ def event_context(**values: Any) -> Iterator[EventContext]:
         yield context
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def caused_by(headers: Mapping[str, str]) -> Iterator[EventContext]:
+    """What happens inside is caused by the message with these headers: same tenant, same correlation, same trace. A
+    trace that is none, as strangers may send it, is left out.
+    """
+    event_id = headers.get("event_id")
+    traceparent = headers.get("traceparent", "")
+    traced = TRACEPARENT.fullmatch(traceparent) is not None
+    with event_context(
+        tenant=headers.get("tenant_id"),
+        correlation_id=headers.get("correlation_id") or event_id,
+        causation_id=event_id,
+        traceparent=traceparent if traced else None,
+        tracestate=headers.get("tracestate") if traced else None,
+    ) as context:
+        yield context
 
 
 def check_header(name: str, value: str) -> str:

@@ -19,7 +19,7 @@ import inspect
 import itertools
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cached_property
@@ -206,10 +206,23 @@ class Registry:
         self, name: str, version: int, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime
     ) -> object:
         """The event behind a name and version; an older version is upcast to the nearest one that has a type."""
-        known = sorted(v for n, v in self._by_name if n == name and v >= version)
-        if not known:
+        kind = self.nearest(name, version)
+        if kind is None:
             raise UnknownEventError(f"no event type is registered for {name!r} version {version}")
-        return self._by_name[name, known[0]].build(self.cast(name, payload, version, known[0]), event_id, occurred_at)
+        return self.build_as(kind, version, payload, event_id, occurred_at)
+
+    def build_as(
+        self, kind: EventType, version: int, payload: Mapping[str, Any], event_id: UUID, occurred_at: datetime
+    ) -> object:
+        """The event as a certain type of its name, which is not older."""
+        if version != kind.version:
+            payload = self.cast(kind.name, payload, version, kind.version)
+        return kind.build(payload, event_id, occurred_at)
+
+    def nearest(self, name: str, version: int, among: Collection[EventType] | None = None) -> EventType | None:
+        """The oldest type of this name, among all or some, that is not older than the version."""
+        found = [kind for kind in (self._by_name.values() if among is None else among) if kind.name == name]
+        return min((kind for kind in found if kind.version >= version), key=lambda kind: kind.version, default=None)
 
 
 registry = Registry()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from sqlalchemy import StaticPool
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import clock, telemetry
+from .inbox import LetterFilter, LetterKind
 from .redaction import redacted
 from .telemetry import Sample
 
@@ -77,11 +78,13 @@ class Gauges:
         if engine is None or isinstance(engine.pool, StaticPool):
             return []
         from .stores.inspection import backlog  # noqa: PLC0415  for those who look
+        from .stores.letters import SqlLetters  # noqa: PLC0415  as above
         from .stores.slots import slot_states  # noqa: PLC0415  as above
 
         async with engine.connect() as connection:
             shown = [sample for route in await connection.run_sync(backlog) for sample in _samples(route)]
-            return shown + _slots(await connection.run_sync(slot_states))
+            shown += _slots(await connection.run_sync(slot_states))
+            return shown + _letters(await connection.run_sync(SqlLetters().count, LetterFilter()))
 
 
 def _samples(route: Backlog) -> list[Sample]:
@@ -91,6 +94,15 @@ def _samples(route: Backlog) -> list[Sample]:
         Sample(telemetry.OLDEST, labels, route.oldest_pending_seconds),
         Sample(telemetry.FAILED, labels, route.failed),
         Sample(telemetry.LANES_UNOWNED, labels, route.unowned_lanes),
+    ]
+
+
+def _letters(open_letters: Mapping[tuple[str, LetterKind], int]) -> list[Sample]:
+    held = [Sample(telemetry.HELD, (it[0],), count) for it, count in open_letters.items() if it[1] is LetterKind.HELD]
+    return held + [
+        Sample(telemetry.LETTERS_OPEN, (consumer, kind.value), count)
+        for (consumer, kind), count in open_letters.items()
+        if kind is not LetterKind.HELD
     ]
 
 

@@ -102,9 +102,12 @@ class OtelSignals(Observer):
 
     @contextmanager
     def _process(self, activity: Activity) -> Iterator[None]:
-        parent = _inside(_stored(activity.messages[0]))
+        stored = [_stored(headers) for headers in activity.messages]
+        parent = _inside(stored[0] if len(stored) == 1 else None)
         name = f"{activity.span.name} {activity.about}"
-        with self._running(self._tracer.start_span(name, parent, SpanKind.CONSUMER, activity.attributes), activity):
+        links = [Link(it) for it in stored if it]
+        span = self._tracer.start_span(name, parent, SpanKind.CONSUMER, activity.attributes, links)
+        with self._running(span, activity):
             yield
 
     @contextmanager

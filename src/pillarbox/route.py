@@ -87,7 +87,7 @@ class Route:
 
     def matches(self, event_name: str) -> bool:
         """Whether an event of this name goes this way."""
-        return any(_matches(pattern.split("."), event_name.split(".")) for pattern in self.patterns)
+        return any(matches(pattern.split("."), event_name.split(".")) for pattern in self.patterns)
 
     def overlaps(self, other: Route) -> bool:
         """Whether some event name could match both."""
@@ -205,6 +205,10 @@ class Origin(msgspec.Struct, frozen=True):
     count: int
 
 
+_FOR_EVER = 2**31 - 1
+"""More attempts than anybody will see."""
+
+
 class Router:
     """Turns raised events into deliveries, for the routes and handlers of one box."""
 
@@ -232,12 +236,35 @@ class Router:
         """Deliver these events to a handler of this process, as a route of its own."""
         if handler in self._handlers:
             raise RouteError(f"two handlers are called {handler!r}; give one of them name=...")
-        route = Route(*sorted({kind.name for kind in kinds}), to=BUS, topic=handler, name=f"{BUS}:{handler}")
+        return self._deliver(handler, kinds, None)
+
+    def _deliver(self, handler: str, kinds: Sequence[EventType], retry: RetryPolicy | None) -> Route:
+        names = sorted({kind.name for kind in kinds})
+        route = Route(*names, to=BUS, topic=handler, name=f"{BUS}:{handler}", retry=retry)
         self._handlers[handler] = route
-        for kind in kinds:
-            self._handled.setdefault(kind.name, []).append(route)
+        for name in names:
+            self._handled.setdefault(name, []).append(route)
         self._plans.clear()
         return route
+
+    def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> Route:
+        """Deliver these events, and no others, to a consumer of this process. It decides itself when to give up."""
+        for routes in self._handled.values():
+            routes[:] = [route for route in routes if route.topic != consumer]
+        self._handlers.pop(consumer, None)
+        endless = RetryPolicy(retry.base, retry.cap, _FOR_EVER)
+        return self._deliver(consumer, kinds, endless)
+
+    def add(self, route: Route) -> None:
+        """One more way, which nobody's events go by themselves."""
+        if any(route.name == known.record.name for known in self._routes):
+            raise RouteError(f"two routes have the same name: {route!r}")
+        self._routes.append(route)
+        self._plans.clear()
+
+    def reaches(self, destination: str) -> bool:
+        """Whether there is such a transport."""
+        return destination in self._capabilities
 
     def plan(self, kind: EventType) -> tuple[Route, ...]:
         """The ways that events of this type go. Events that are not integration events stay with the handlers."""
@@ -363,12 +390,13 @@ def _headers(raised: Raised, origin: Origin, version: int, content_type: str, te
     return headers
 
 
-def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
+def matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    """Whether a pattern, in its parts, covers the name of an event."""
     if not pattern or not name:
         return not pattern and not name
     if pattern[0] == "**":
         return True
-    return pattern[0] in ("*", name[0]) and _matches(pattern[1:], name[1:])
+    return pattern[0] in ("*", name[0]) and matches(pattern[1:], name[1:])
 
 
 def _intersects(one: Sequence[str], other: Sequence[str]) -> bool:

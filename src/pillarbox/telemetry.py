@@ -223,12 +223,89 @@ SLOT_BUDGET = Metric(
     ("slot",),
 )
 
+_CONSUMER = ("consumer",)
+HANDLED = Metric(
+    "projection_process_success_total",
+    "counter",
+    "events",
+    "Events whose effect a consumer or projection has committed.",
+    _CONSUMER,
+    by_tenant=True,
+)
+HANDLING_FAILED = Metric(
+    "projection_process_error_total",
+    "counter",
+    "attempts",
+    "Attempts that have failed, by the class of the error: `transient`, `business`, `poison` or `unknown`.",
+    (*_CONSUMER, "class"),
+)
+HANDLING_LATENCY = Metric(
+    "projection_process_latency_seconds",
+    "histogram",
+    "seconds",
+    "From the moment when an event occurred to the commit of its effect.",
+    _CONSUMER,
+    by_tenant=True,
+    buckets=_SLOW,
+)
+HANDLING = Metric(
+    "projection_process_duration_seconds",
+    "histogram",
+    "seconds",
+    "How long the transactions of a consumer take, from the row of the inbox to the answer of COMMIT.",
+    _CONSUMER,
+    buckets=_QUICK,
+)
+DUPLICATES = Metric(
+    "inbox_duplicate_total", "counter", "messages", "Messages that came again after their effect.", _CONSUMER
+)
+LETTERS = Metric(
+    "dlq_letter_total", "counter", "letters", "Messages that have become letters, by kind.", (*_CONSUMER, "kind")
+)
+STALE = Metric(
+    "projection_stale_total",
+    "counter",
+    "events",
+    "Events that a projection has left out because the row was further already.",
+    _CONSUMER,
+)
+GAPS = Metric(
+    "projection_gap_total", "counter", "events", "Events that came to a row without their predecessor.", _CONSUMER
+)
+VERSION_LAG = Metric(
+    "projection_version_lag",
+    "gauge",
+    "versions",
+    "How far the events that came last were ahead of their rows, at most: above 1, some are missing.",
+    _CONSUMER,
+)
+HELD = Metric("projection_held_count", "gauge", "events", "Events that wait for their predecessors.", _CONSUMER)
+LETTERS_OPEN = Metric(
+    "dlq_message_count", "gauge", "letters", "Letters in the database that nobody has dealt with.", (*_CONSUMER, "kind")
+)
+UNDELIVERED = Metric(
+    "subscription_num_undelivered_messages",
+    "gauge",
+    "messages",
+    "Messages that wait for a consumer of this process: all, where the source can tell, else those at hand.",
+    _CONSUMER,
+)
+OLDEST_UNACKED = Metric(
+    "subscription_oldest_unacked_message_age",
+    "gauge",
+    "seconds",
+    "Age of the oldest event at hand; 0 if there is none.",
+    _CONSUMER,
+)
+
 METRICS = (
     *(NEW, COMMIT, COMMIT_UNKNOWN),
     *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH, FORGOTTEN),
     *(LEASE_LOST, LANES_HELD, LANES_STOPPED, CYCLE_AGE),
     *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
     *(STREAM_ROWS, STREAM_LOST, STREAMS_DOWN, STREAM_BUFFER, SLOT_LAG, SLOT_BUDGET),
+    *(HANDLED, HANDLING_FAILED, HANDLING_LATENCY, HANDLING, DUPLICATES, LETTERS),
+    *(STALE, GAPS, VERSION_LAG, HELD, LETTERS_OPEN, UNDELIVERED, OLDEST_UNACKED),
 )
 
 # -- spans -------------------------------------------------------------------------------------------------------------
@@ -264,8 +341,13 @@ SEND_ONE = Span(
 PROCESS = Span(
     "process",
     "consumer",
-    "A handler of this process runs: a child of the event's `append`. What the handler does belongs to it.",
-    (*_MESSAGING, "messaging.destination.name", "messaging.message.id", "pillarbox.event_type", "error.type"),
+    "A handler, consumer or projection deals with one message, as a child of the event's `append`, or with a batch; "
+    "linked to the `append` of each. What handlers do belongs to it.",
+    (
+        *_MESSAGING,
+        *("messaging.destination.name", "messaging.consumer.group.name", "messaging.message.id"),
+        *("messaging.batch.message_count", "pillarbox.event_type", "error.type"),
+    ),
 )
 
 SPANS = (APPEND, SEND, SEND_ONE, PROCESS)
@@ -349,12 +431,40 @@ LOG_SLOT_LAGS = LogEvent(
     ("relay", "slot", "reason"),
 )
 
+_INCOMING = (
+    *("consumer", "topic", "event_id", "message_id", "event_type", "aggregate_type", "aggregate_id", "tenant"),
+    "trace_id",
+)
+LOG_HANDLING_FAILED = LogEvent(
+    "consumer.failed",
+    "warning",
+    "A handler has failed; the class says what follows. Of the class `business`, the level is info.",
+    (*_INCOMING, "failure", "reason"),
+)
+LOG_STUCK = LogEvent(
+    "consumer.stuck",
+    "error",
+    "A message has failed for longer than the consumer's patience, and its key waits. Once per message.",
+    (*_INCOMING, "attempts", "reason"),
+)
+LOG_LETTER = LogEvent(
+    "consumer.letter",
+    "error",
+    "A message has become a letter. Of the kind `rejected`, the level is info.",
+    (*_INCOMING, "kind", "reason"),
+)
+LOG_SOURCE_AWAY = LogEvent(
+    "consumer.source_away", "warning", "The source cannot be subscribed to. Once per outage.", ("consumer", "reason")
+)
+LOG_SOURCE_BACK = LogEvent("consumer.source_back", "warning", "It can again.", ("consumer",))
+
 LOG_EVENTS = (
     *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
     *(LOG_TOPIC_REFUSED, LOG_FORGOTTEN),
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),
     *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS),
+    *(LOG_HANDLING_FAILED, LOG_STUCK, LOG_LETTER, LOG_SOURCE_AWAY, LOG_SOURCE_BACK),
 )
 _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))
 

@@ -177,6 +177,21 @@ class Subscription(Protocol):
         """Deliver these again, after a delay. Later messages of their keys wait where the broker can do that."""
         ...
 
+    async def extend(self, received: Sequence[Received]) -> None:
+        """These are still being dealt with: their deadline begins anew. What is not held any more is left alone."""
+        ...
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds after which what is neither acknowledged nor extended goes to others; None if it stays here as long
+        as we do.
+        """
+        ...
+
+    def backlog(self) -> int | None:
+        """How many messages the group has not acknowledged, if that is known without asking anybody."""
+        ...
+
     async def close(self) -> None:
         """Stop. What was received and not acknowledged goes to others. Twice is fine."""
         ...

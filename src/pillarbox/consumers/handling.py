@@ -17,6 +17,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from ..context import caused_by
 from ..errors import ConfigurationError
 from ..event import EventType, registry
 from ..unit_of_work import UnitOfWork
@@ -98,8 +99,9 @@ class Handlers:
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         for event, context in incoming:
-            for call in self._calls[type(event)]:
-                await call(event, uow, context)
+            with caused_by(context.headers):
+                for call in self._calls[type(event)]:
+                    await call(event, uow, context)
 
 
 class _Call:

@@ -276,9 +276,17 @@ def _record(row: Any) -> ConsumerRecord:
     return ConsumerRecord(**{**values, "topics": tuple(json.loads(row.topics))})
 
 
+def hold_generation(connection: Connection, name: str) -> int:
+    """The generation of a projection, which nobody changes before the end of this transaction."""
+    this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
+    # Beside it, others may hold it and may write how far they have come.
+    return int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
+
+
 def set_generation(connection: Connection, name: str, generation: int) -> None:
-    """Let a consumer start afresh. `StoreError` if there is no such."""
+    """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such."""
     this = consumers_table.c.id == stable_hash(name)
+    connection.execute(select(consumers_table.c.id).where(this).with_for_update())
     changed = update(consumers_table).where(this).values(generation=generation, updated_at=from_now())
     if not connection.execute(changed).rowcount:
         raise StoreError(f"there is no consumer {name!r}")

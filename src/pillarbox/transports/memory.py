@@ -20,11 +20,13 @@ _Found = TypeVar("_Found")
 
 class MemoryTransport:
     """A `Publisher` and a `Subscriber`. Give it the `Capabilities` of the broker that it stands for: with
-    ``numbered=True`` it deduplicates.
+    ``numbered=True`` it deduplicates. With an ``ack_deadline``, in seconds, what is neither acknowledged nor extended
+    by then is delivered again.
     """
 
-    def __init__(self, capabilities: Capabilities | None = None) -> None:
+    def __init__(self, capabilities: Capabilities | None = None, *, ack_deadline: float | None = None) -> None:
         self._capabilities = capabilities or Capabilities()
+        self._ack_deadline = ack_deadline
         self._topics: defaultdict[str, list[Message]] = defaultdict(list)
         self._highest: dict[tuple[str, str], int] = {}
         self._groups: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
@@ -188,6 +190,17 @@ class MemorySubscription:
             copy.holder, copy.resting = None, True
             asyncio.get_running_loop().call_later(delay, self._offer, copy)
 
+    async def extend(self, received: Sequence[Received]) -> None:
+        self._check()
+        self._set_deadlines([each.handle for each in received if each.handle.holder is self])
+
+    @property
+    def deadline(self) -> float | None:
+        return self._broker._ack_deadline
+
+    def backlog(self) -> int | None:
+        return None if self._broker._away else sum(map(len, self._topics))
+
     async def close(self) -> None:
         self._closed = True
         _take_back(self._topics, self)
@@ -200,7 +213,19 @@ class MemorySubscription:
         taken: list[Received] = []
         for copies in self._topics:
             taken += [copy.give(self) for copy in islice(_free(copies, self), limit - len(taken))]
+        self._set_deadlines([each.handle for each in taken])
         return taken
+
+    def _set_deadlines(self, copies: Sequence[_Copy]) -> None:
+        if self.deadline is not None:
+            for copy in copies:
+                copy.extensions += 1
+                asyncio.get_running_loop().call_later(self.deadline, self._expire, copy, copy.extensions)
+
+    def _expire(self, copy: _Copy, extensions: int) -> None:
+        if copy.holder is self and copy.extensions == extensions:
+            copy.holder = None
+            self._broker._wake()
 
     def _check(self) -> None:
         self._broker._check()
@@ -220,6 +245,7 @@ class _Copy:
     attempts: int = 0
     holder: MemorySubscription | None = None
     resting: bool = False
+    extensions: int = 0
 
     def give(self, holder: MemorySubscription) -> Received:
         self.holder = holder

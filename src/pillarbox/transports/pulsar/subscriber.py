@@ -179,6 +179,16 @@ class PulsarSubscription:
             else:
                 self._loop.call_later(delay, self._release, copy)
 
+    async def extend(self, received: Sequence[Received]) -> None:
+        """What we hold is ours as long as we are connected."""
+
+    @property
+    def deadline(self) -> float | None:
+        return None
+
+    def backlog(self) -> int | None:
+        return None
+
     async def close(self) -> None:
         if self._closing is None:
             self._closing = asyncio.ensure_future(asyncio.to_thread(self._leave))

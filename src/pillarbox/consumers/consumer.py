@@ -1,0 +1,329 @@
+"""The consumer: messages of some topics, their handlers, and the inbox that makes their effects happen once.
+
+    billing = box.consumer("billing", source="pulsar", topics=["orders"])
+
+    @billing.on(OrderPlaced)
+    async def issue_invoice(event: OrderPlaced, uow: UnitOfWork) -> None:
+        uow.add(Invoice.issue(event.order_id, event.total_cents))
+
+What it does in its unit of work, the events that it raises there, and the row of the inbox are one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+
+from .. import clock, telemetry
+from ..errors import ConfigurationError
+from ..inbox import Inbox, LetterFilter, LetterKind, Letters, consumer_id
+from ..redaction import redacted
+from ..retry import RetryPolicy
+from ..stores import inbox as stored
+from ..telemetry import Sample
+from ..transport import Subscriber
+from .dead_letters import DeadLetterRoute
+from .desk import Work
+from .failure import Failure, classify
+from .from_outbox import OutboxIntake
+from .handling import Effects, Handlers
+from .home import OUTBOX, Home
+from .intake import Flow, Intake, SubscriptionIntake
+from .processing import Processor
+from .reading import Reader
+from .report import ConsumerReport, Tally
+
+logger = logging.getLogger("pillarbox")
+
+HOUSEKEEPING = 5.0
+"""Seconds between two notes of how far a consumer has come."""
+PRUNED_AT_ONCE = 5_000
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+RETRY = RetryPolicy(base=0.2, cap=5.0)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a consumer bears failures."""
+
+    retry: RetryPolicy = RETRY
+    """How long a key waits after a failure. There is no last attempt."""
+    patience: float = 300.0
+    """Seconds after which an error that nobody knows makes a letter, and any other an alarm."""
+    retention: timedelta = timedelta(days=30)
+    """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again."""
+    ignores: Sequence[str] = ()
+    """Patterns of events that may come, and that nobody here knows or wants."""
+
+
+class Consumer:
+    """Made by ``box.consumer()`` and ``box.projection()``."""
+
+    def __init__(
+        self,
+        name: str,
+        home: Home,
+        effects: Effects,
+        *,
+        source: str,
+        subscriber: Subscriber | None,
+        topics: Sequence[str],
+        inbox: Inbox,
+        letters: Letters,
+        flow: Flow,
+        terms: Terms,
+    ) -> None:
+        self.name = name
+        self.source = source
+        self.topics = [*topics]
+        self.effects = effects
+        self._home = home
+        self._inbox = inbox
+        self._letters = letters
+        self._terms = terms
+        self._report = ConsumerReport(name, home.signals)
+        self._reader = Reader(name, effects, home.codecs, terms.ignores)
+        self._processor = Processor(
+            name,
+            home,
+            effects,
+            reader=self._reader,
+            inbox=inbox,
+            letters=letters,
+            report=self._report,
+            identify=self.identify,
+            retry=terms.retry,
+            patience=terms.patience,
+            dead_letters=DeadLetterRoute.of(name, source, home),
+        )
+        self._intake: Intake
+        if subscriber is None:
+            self._intake = OutboxIntake(self._processor, flow.batch, lambda it: home.relay_to(name, it))
+        else:
+            self._intake = SubscriptionIntake(
+                subscriber,
+                topics,
+                name,
+                deals=self._processor,
+                report=self._report,
+                flow=flow,
+                retry=terms.retry,
+                takes_turns=lambda: home.takes_turns,
+            )
+        self._running = False
+        self._stopping = False
+        self._finished = asyncio.Event()
+        self._finished.set()
+        self._told = Tally()
+        self._subscribe()
+
+    @property
+    def kind(self) -> str:
+        """What it has: ``handlers``, or a ``projection``."""
+        return "handlers" if isinstance(self.effects, Handlers) else "projection"
+
+    def on(self, *kinds: type) -> Callable[[_Handler], _Handler]:
+        """Decorator: call this function for events of these types. It may ask, by annotation, for the event, a
+        `UnitOfWork`, an `AsyncSession` and a `MessageContext`; what it does with them commits together with the row
+        of the inbox. An event may have several handlers: they are one transaction.
+        """
+
+        def keep(handler: _Handler) -> _Handler:
+            if not isinstance(self.effects, Handlers):
+                raise ConfigurationError(f"{self.name} is a projection: it has its handlers in its class")
+            self.effects.add(kinds, handler)
+            self._subscribe()
+            return handler
+
+        return keep
+
+    def _subscribe(self) -> None:
+        self._reader.refresh()
+        if self.source == OUTBOX and self.effects.kinds:
+            self._home.router.feed(self.name, [*self.effects.kinds], self._terms.retry)
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Consume until `stop` is called or we are cancelled."""
+        self._begin()
+        try:
+            await self._register_patiently()
+            keeping = asyncio.create_task(self._keep_house())
+            try:
+                if not self._stopping:
+                    await self._intake.run()
+            finally:
+                keeping.cancel()
+                await asyncio.wait([keeping])
+                await self._note()
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """Receive nothing more, finish what is being dealt with, and let `run` return. May be called from a signal
+        handler.
+        """
+        if self._running:
+            self._stopping = True
+            self._intake.stop()
+
+    async def finished(self) -> None:
+        """Wait until `run` has returned, or is about to."""
+        await self._finished.wait()
+
+    async def drain(self, *, idle: float = 0.5) -> Tally:
+        """Deal with all that is there now, and say what was done. Where the source cannot tell that there is no more,
+        nothing new for ``idle`` seconds will do. A key that fails again and again is left.
+        """
+        self._begin()
+        before = replace(self._report.tally)
+        try:
+            await self.register()
+            await self._intake.drain(idle)
+            await self._note()
+        finally:
+            self._end()
+        return _difference(self._report.tally, before)
+
+    async def redrive(self, letter_id: int) -> bool:
+        """Give a letter to the handlers once more. See `Processor.redrive`."""
+        return await self._processor.redrive(letter_id)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._running
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it runs, and its source is to be had."""
+        return self._running and self._intake.connected
+
+    def status(self) -> dict[str, Any]:
+        """What it does, for health checks. Holds no keys and no payloads."""
+        tally = self._report.tally
+        return {
+            "consumer": self.name,
+            "healthy": self.healthy,
+            "at_hand": len(self._intake.at_hand()),
+            "handled": tally.handled,
+            "duplicates": tally.duplicates,
+            "letters": tally.letters,
+            "lag": self._lag(),
+        }
+
+    def samples(self) -> Iterator[Sample]:
+        """What gauges show of it while it runs."""
+        if not self._running:
+            return
+        labels, backlog, at_hand = (self.name,), self._intake.backlog(), self._intake.at_hand()
+        yield Sample(telemetry.UNDELIVERED, labels, len(at_hand) if backlog is None else backlog)
+        yield Sample(telemetry.OLDEST_UNACKED, labels, self._lag(at_hand))
+
+    def _begin(self) -> None:
+        if self._running:
+            raise ConfigurationError(f"consumer {self.name} runs already")
+        if not self.effects.kinds:
+            raise ConfigurationError(f"consumer {self.name} has no handler: register one with @{self.name}.on(...)")
+        self._running = True
+        self._stopping = False
+        self._finished.clear()
+        self._report.begins()
+
+    def _end(self) -> None:
+        self._running = False
+        self._finished.set()
+
+    # -- its place in the database -------------------------------------------------------------------------------------
+
+    def identify(self, connection: Connection) -> int:
+        """Our number in the inbox. That of a projection depends on its generation, which stays as it is as long as this
+        transaction does.
+        """
+        if self.kind == "handlers":
+            return consumer_id(self.name)
+        return consumer_id(self.name, stored.hold_generation(connection, self.name))
+
+    async def register(self) -> None:
+        """Let people see that there is such a consumer."""
+        async with self._home.engine.begin() as connection:
+            await connection.run_sync(
+                stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
+            )
+
+    async def _register_patiently(self) -> None:
+        """A consumer may start before its database."""
+        attempt = 0
+        while not self._stopping:
+            try:
+                await self.register()
+                break
+            except Exception as error:
+                if classify(error) is not Failure.TRANSIENT:
+                    raise
+                attempt += 1
+                if attempt == 1:
+                    self._report.away(redacted(f"{type(error).__name__}: {error}"))
+                await asyncio.sleep(self._terms.retry.delay(attempt))
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING)
+            await self._note()
+
+    async def _note(self) -> None:
+        """Write down how far we have come, and let the inbox forget what it need not know."""
+        tally, position = replace(self._report.tally), self._report.position
+        try:
+            async with self._home.engine.begin() as connection:
+                held = await connection.run_sync(self._letters.count, LetterFilter(self.name, kinds=(LetterKind.HELD,)))
+                await connection.run_sync(
+                    stored.report_position,
+                    self.name,
+                    handled=tally.handled - self._told.handled,
+                    last_event_id=position.event_id,
+                    last_occurred_at=position.occurred_at,
+                    lag=self._lag(),
+                    held=sum(held.values()),
+                )
+            async with self._home.engine.begin() as connection:
+                await connection.run_sync(
+                    lambda it: self._inbox.prune(it, self.identify(it), self._terms.retention, PRUNED_AT_ONCE)
+                )
+        except Exception as error:
+            logger.debug("consumer %s: nothing noted: %s", self.name, redacted(str(error)))
+        else:
+            self._told = tally
+
+    def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
+        """Seconds since the oldest event at hand occurred."""
+        now = clock.current().now()
+        moments = [_occurred_at(work) for work in (self._intake.at_hand() if at_hand is None else at_hand)]
+        return max(((now - moment).total_seconds() for moment in moments if moment is not None), default=0.0)
+
+
+def _occurred_at(work: Work) -> datetime | None:
+    with suppress(KeyError, ValueError):
+        moment = datetime.fromisoformat(work.message.headers["occurred_at"])
+        return moment if moment.tzinfo is not None else None
+    return None
+
+
+def _difference(after: Tally, before: Tally) -> Tally:
+    return Tally(
+        after.handled - before.handled,
+        after.duplicates - before.duplicates,
+        after.letters - before.letters,
+        after.failures - before.failures,
+    )

@@ -1,0 +1,109 @@
+"""A consumer without a broker: the outbox itself brings it what its own service has written.
+
+The consumer is a destination of its own, like a durable handler: its events are written to the outbox under a route
+with its name, a relay brings them in order per key, and what it has dealt with counts as delivered. A message that
+fails for now is rejected for now: the relay lets its key wait, and brings it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ..relay import Relay
+from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
+from .desk import Line, Work
+from .intake import Deals
+
+AT_ONCE = 20
+"""How many messages a lane hands over to a consumer that has a transaction for each."""
+
+
+class OutboxIntake:
+    """`Intake` from the outbox of the same box. ``relay`` makes a relay for a destination."""
+
+    def __init__(self, deals: Deals, batch: int, relay: Callable[[ConsumerDestination], Relay]) -> None:
+        self._destination = ConsumerDestination(deals, batch)
+        self._make = relay
+        self._relay: Relay | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._relay is not None and self._relay.healthy
+
+    def backlog(self) -> int | None:
+        return None
+
+    def at_hand(self) -> list[Work]:
+        return self._destination.at_hand()
+
+    def stop(self) -> None:
+        if self._relay is not None:
+            self._relay.stop()
+
+    async def run(self) -> None:
+        self._relay = self._make(self._destination)
+        try:
+            await self._relay.run()
+        finally:
+            self._relay = None
+
+    async def drain(self, idle: float) -> None:  # noqa: ARG002  the outbox knows when it is empty
+        await self._make(self._destination).drain()
+
+
+class ConsumerDestination:
+    """A `Publisher` that deals with what it is sent."""
+
+    def __init__(self, deals: Deals, batch: int) -> None:
+        self.capabilities = Capabilities(max_messages=max(batch, AT_ONCE))
+        self._deals = deals
+        self._batch = batch
+        self._working: dict[int, Sequence[Work]] = {}
+
+    def at_hand(self) -> list[Work]:
+        """What is being dealt with."""
+        return [work for works in [*self._working.values()] for work in works]
+
+    def preflight(self, message: Message) -> str | None:  # noqa: ARG002  a consumer looks at everything
+        return None
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:  # noqa: ARG002  nothing to open
+        return {}
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  there is one of us
+        """Deal with them, those of one tenant together, and say what is left."""
+        works = [Work(Received(message), (message.headers.get("tenant_id"), message.key)) for message in messages]
+        places = {id(work): index for index, work in enumerate(works)}
+        accepted: list[int] = []
+        rejected: dict[Line, Rejection] = {}
+        away: str | None = None
+        self._working[id(works)] = works
+        try:
+            for batch in _batches(works, self._batch):
+                free = [work for work in batch if work.line not in rejected]
+                if not free:
+                    continue
+                dealt = await self._deals.deal(free)
+                accepted += [places[id(work)] for work in dealt.settled]
+                for work in dealt.left:
+                    if work.line in dealt.reasons:
+                        rejected.setdefault(work.line, Rejection(places[id(work)], dealt.reasons[work.line]))
+                    else:
+                        away = "everything fails"
+                if away is not None:
+                    break
+        finally:
+            del self._working[id(works)]
+        verdict = None if away is None else Verdict.UNAVAILABLE
+        return Outcome(sorted(accepted), [*rejected.values()], unfinished=verdict, reason=away or "")
+
+    async def close(self, producer: str | None = None) -> None:
+        """Nothing is open."""
+
+
+def _batches(works: Sequence[Work], size: int) -> list[list[Work]]:
+    """Batches of one tenant each, in order per key."""
+    by_tenant: dict[str | None, list[Work]] = {}
+    for work in works:
+        by_tenant.setdefault(work.tenant, []).append(work)
+    return [theirs[start : start + size] for theirs in by_tenant.values() for start in range(0, len(theirs), size)]

@@ -1,0 +1,68 @@
+"""What a consumer needs of its box."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from ..codecs import Codecs
+from ..outbox import Delivery
+from ..relay import Relay
+from ..route import Router
+from ..telemetry import Signals
+from ..transport import Publisher
+from ..unit_of_work import UnitOfWork
+
+OUTBOX = "outbox"
+"""The source of consumers that need no broker."""
+
+
+class Posts(Protocol):
+    """The way into the outbox for deliveries that no session has made."""
+
+    def prepare(self, connection: Connection) -> Any:
+        """Make sure that the database knows our routes."""
+        ...
+
+    def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
+        """Write them, in the connection's transaction."""
+        ...
+
+    def committed(self, deliveries: list[Delivery], prepared: Any) -> None:
+        """It has committed."""
+        ...
+
+
+class Home(Protocol):
+    """The box, as its consumers see it."""
+
+    router: Router
+    signals: Signals
+    codecs: Codecs
+
+    @property
+    def posts(self) -> Posts:
+        """Its outbox."""
+        ...
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The database of the inbox and of the effects."""
+        ...
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the database has one writer at a time."""
+        ...
+
+    def unit_of_work(
+        self, *, tenant: str | None = None, timeout: float | None = None, new_transaction: bool = False
+    ) -> UnitOfWork:
+        """See `Pillarbox.unit_of_work`."""
+        ...
+
+    def relay_to(self, consumer: str, destination: Publisher) -> Relay:
+        """A relay that serves nobody but this consumer."""
+        ...

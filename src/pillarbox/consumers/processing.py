@@ -1,0 +1,387 @@
+"""What becomes of a message: its effect once, a letter, or another attempt.
+
+One transaction holds the row of the inbox, the effect, and the events that the effect raises. Nothing is acknowledged
+before it has committed; whatever crashes in between, the message comes again and the inbox knows it. Several messages
+share a transaction where that is asked for: if it fails, all of it is undone and they are tried one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection
+from sqlalchemy.orm import Session
+
+from .. import clock
+from ..errors import EventError, UnknownEventError
+from ..inbox import Admission, Arrival, Inbox, Letter, LetterFilter, LetterKind, Letters, LetterState, digest_of
+from ..outbox import Delivery
+from ..redaction import redacted
+from ..retry import RetryPolicy
+from ..route import MAX_KEY_BYTES, MAX_TENANT_BYTES, MAX_TOPIC, check_key
+from ..transport import Message
+from .dead_letters import DeadLetterRoute
+from .desk import Line, Work
+from .failure import Failure, classify
+from .handling import Effects, Incoming
+from .home import Home
+from .reading import Reader
+from .report import ConsumerReport
+
+OUTAGE = 3
+"""So many failures in a row that are nobody's fault, and the rest of a batch is not tried."""
+_MAX_NAME = 200
+
+
+@dataclass(slots=True)
+class Dealt:
+    """What has become of a batch."""
+
+    settled: list[Work] = field(default_factory=list)
+    """These may be acknowledged."""
+    left: list[Work] = field(default_factory=list)
+    """These are to be tried again, in this order per line."""
+    delays: dict[Line, float] = field(default_factory=dict)
+    """How long their lines should wait."""
+    reasons: dict[Line, str] = field(default_factory=dict)
+
+    def add(self, other: Dealt) -> None:
+        """And this."""
+        self.settled += other.settled
+        self.left += other.left
+        self.delays |= other.delays
+        self.reasons |= other.reasons
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """A message that fails again and again."""
+
+    since: float
+    attempts: int = 0
+    told: bool = False
+
+
+class Processor:
+    """Deals with the messages of one consumer. May be asked several times at once, for different lines."""
+
+    def __init__(
+        self,
+        name: str,
+        home: Home,
+        effects: Effects,
+        *,
+        reader: Reader,
+        inbox: Inbox,
+        letters: Letters,
+        report: ConsumerReport,
+        identify: Callable[[Connection], int],
+        retry: RetryPolicy,
+        patience: float,
+        dead_letters: DeadLetterRoute | None,
+    ) -> None:
+        self._name = name
+        self._home = home
+        self._effects = effects
+        self._reader = reader
+        self._inbox = inbox
+        self._letters = letters
+        self._report = report
+        self._retry = retry
+        self._patience = patience
+        self._identify = identify
+        self._dead_letters = dead_letters
+        self._troubles: dict[tuple[str | None, UUID], _Trouble] = {}
+        self._succeeded_at = float("-inf")
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    async def deal(self, works: Sequence[Work]) -> Dealt:
+        """Deal with messages of one tenant, in order per line."""
+        try:
+            await self._together(works)
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_for_us(error):
+                raise
+            if len(works) > 1:
+                return await self._one_by_one(works)
+            return await self._after_failure(works[0], error)
+        return Dealt([*works])
+
+    async def _one_by_one(self, works: Sequence[Work]) -> Dealt:
+        dealt, in_a_row = Dealt(), 0
+        for work in works:
+            if work.line in dealt.delays or in_a_row >= OUTAGE:
+                dealt.left.append(work)
+                dealt.delays.setdefault(work.line, max(dealt.delays.values(), default=0.0))
+                continue
+            one = await self.deal([work])
+            in_a_row = in_a_row + 1 if one.left else 0
+            dealt.add(one)
+        return dealt
+
+    async def _together(self, works: Sequence[Work]) -> None:
+        """All in one transaction, or nothing."""
+        opened = [*map(self._open, works)]
+        if unfit := [found for found in opened if isinstance(found, _Unfit)]:
+            await self._park(unfit)
+        if readable := [found for found in opened if isinstance(found, _Readable)]:
+            await self._take_effect(readable)
+        for work in works:
+            self._forget(work)
+
+    async def _take_effect(self, opened: Sequence[_Readable]) -> None:
+        tenant = opened[0].work.tenant
+        began = clock.current().monotonic()
+        async with self._home.unit_of_work(tenant=tenant, new_transaction=True) as uow:
+            admissions = await uow.session.run_sync(self._admit, tenant, [found.arrival for found in opened])
+            new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
+            with self._report.processing(new):
+                await self._effects.apply(uow, new)
+        self._succeeded_at = clock.current().monotonic()
+        self._report.handled(new, len(opened) - len(new), self._succeeded_at - began)
+        if altered := [found for found, it in zip(opened, admissions, strict=True) if it is Admission.ALTERED]:
+            await self._park([found.quarantined() for found in altered])
+
+    def _admit(self, session: Session, tenant: str | None, arrivals: Sequence[Arrival]) -> Sequence[Admission]:
+        # Not by the session's own method: what we do is no statement of the user's.
+        connection = Session.connection(session)
+        return self._inbox.admit(connection, self._identify(connection), tenant, arrivals)
+
+    def _open(self, work: Work) -> _Readable | _Unfit | None:
+        """What is in it; None if nobody wants it."""
+        message = work.message
+        try:
+            if work.tenant is not None:
+                check_key("tenant", work.tenant, MAX_TENANT_BYTES)
+            incoming = self._reader.read(message, self._attempts(work) + 1)
+        except UnknownEventError as error:
+            return _Unfit(work, _arrival(message), LetterKind.UNKNOWN, str(error))
+        except EventError as error:
+            return _Unfit(work, _arrival(message), LetterKind.POISON, str(error))
+        if incoming is None:
+            return None
+        context = incoming.context
+        return _Readable(work, Arrival(context.event_id, context.schema_version, digest_of(message.body)), incoming)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    async def _after_failure(self, work: Work, error: BaseException) -> Dealt:
+        failure = classify(error)
+        reason = f"{type(error).__name__}: {error}"
+        kind: LetterKind | None = None
+        if failure is Failure.BUSINESS:
+            kind, reason = LetterKind.REJECTED, str(error)
+        elif failure is Failure.POISON:
+            kind = LetterKind.POISON
+        self._report.failed(work.message, failure, redacted(reason), error)
+        trouble = self._trouble(work)
+        if kind is None and failure is Failure.UNKNOWN and self._is_its_own_fault(trouble):
+            kind = LetterKind.POISON
+            reason = f"given up after {trouble.attempts} attempts in {self._patience:g} s: {reason}"
+        if kind is not None:
+            try:
+                await self._park([_Unfit(work, _arrival(work.message), kind, reason)])
+            except Exception as problem:  # the letter cannot be written now: so the message is kept
+                reason = f"{type(problem).__name__}: {problem}"
+            else:
+                self._forget(work)
+                return Dealt([work])
+        self._tell_if_long(work, trouble, reason)
+        delay = self._retry.delay(trouble.attempts)
+        return Dealt(left=[work], delays={work.line: delay}, reasons={work.line: redacted(reason)})
+
+    def _is_its_own_fault(self, trouble: _Trouble) -> bool:
+        """It has failed for too long, while others succeed. If nothing does, it is not the message."""
+        late = clock.current().monotonic() - trouble.since >= self._patience
+        return late and self._succeeded_at > trouble.since
+
+    def _tell_if_long(self, work: Work, trouble: _Trouble, reason: str) -> None:
+        waited = clock.current().monotonic() - trouble.since
+        if waited >= self._patience and not trouble.told:
+            trouble.told = True
+            self._report.stuck(work.message, trouble.attempts, waited, redacted(reason))
+
+    def _trouble(self, work: Work) -> _Trouble:
+        key = _identity(work.message)
+        trouble = self._troubles.get(key)
+        if trouble is None:
+            trouble = self._troubles[key] = _Trouble(clock.current().monotonic())
+        trouble.attempts += 1
+        return trouble
+
+    def _attempts(self, work: Work) -> int:
+        if not self._troubles:
+            return 0
+        trouble = self._troubles.get(_identity(work.message))
+        return 0 if trouble is None else trouble.attempts
+
+    def _forget(self, work: Work) -> None:
+        if self._troubles:
+            self._troubles.pop(_identity(work.message), None)
+
+    # -- letters -------------------------------------------------------------------------------------------------------
+
+    async def _park(self, unfit: Sequence[_Unfit]) -> None:
+        """Write letters, each once, and what goes to the dead-letter topic, in one transaction."""
+        async with self._home.engine.begin() as connection:
+            written, deliveries, prepared = await connection.run_sync(self._write_letters, unfit)
+        if deliveries:
+            self._home.posts.committed(deliveries, prepared)
+        for letter in written:
+            self._report.letter(letter)
+
+    def _write_letters(
+        self, connection: Connection, unfit: Sequence[_Unfit]
+    ) -> tuple[list[Letter], list[Delivery], Any]:
+        number = self._identify(connection)
+        letters: list[Letter] = []
+        for tenant in dict.fromkeys(found.tenant for found in unfit):
+            theirs = [found for found in unfit if found.tenant == tenant]
+            admissions = self._inbox.admit(connection, number, tenant, [found.arrival for found in theirs])
+            new = [found for found, it in zip(theirs, admissions, strict=True) if it is Admission.NEW]
+            letters += [self._letter(found) for found in new]
+        if not letters:
+            return [], [], None
+        self._letters.write(connection, letters)
+        deliveries = [] if self._dead_letters is None else self._dead_letters.deliveries(letters)
+        if not deliveries:
+            return letters, [], None
+        prepared = self._home.posts.prepare(connection)
+        self._home.posts.append(connection, deliveries)
+        return letters, deliveries, prepared
+
+    def _letter(self, unfit: _Unfit) -> Letter:
+        message, headers = unfit.work.message, unfit.work.message.headers
+        return Letter(
+            consumer=self._name,
+            kind=unfit.kind,
+            reason=redacted(unfit.reason),
+            message=Message(
+                _fitting(message.topic, MAX_TOPIC), _fitting(message.key, MAX_KEY_BYTES), message.body, headers
+            ),
+            event_id=_event_id(headers),
+            event_type=_fitting(headers.get("event_type", ""), _MAX_NAME),
+            schema_version=unfit.arrival.schema_version,
+            tenant=unfit.tenant,
+            attempts=self._attempts(unfit.work) or 1,
+        )
+
+    async def redrive(self, letter_id: int) -> bool:
+        """Try an open letter once more: its effect and its closing are one transaction, so of two people who ask for it
+        one succeeds. False if it is not open any more; what the handler raises is raised.
+        """
+        async with self._home.engine.connect() as connection:
+            [*found] = await connection.run_sync(self._letters.find, LetterFilter(ids=(letter_id,)))
+        if not found:
+            return False
+        letter = found[0]
+        try:
+            async with self._home.unit_of_work(tenant=letter.tenant, new_transaction=True) as uow:
+                taken = await uow.session.run_sync(lambda it: self._letters.take(Session.connection(it), letter_id))
+                if taken is None:
+                    return False
+                incoming = self._reader.read(_as_edited(taken), taken.attempts + 1)
+                if incoming is not None:
+                    with self._report.processing([incoming]):
+                        await self._effects.apply(uow, [incoming])
+                await uow.session.run_sync(
+                    lambda it: self._letters.close(Session.connection(it), letter_id, LetterState.REDRIVEN)
+                )
+        except Exception as error:
+            kind = LetterKind.REJECTED if classify(error) is Failure.BUSINESS else letter.kind
+            reason = str(error) if kind is LetterKind.REJECTED else f"{type(error).__name__}: {error}"
+            async with self._home.engine.begin() as connection:
+                await connection.run_sync(self._letters.failed, letter_id, kind, redacted(reason))
+            raise
+        return True
+
+
+@dataclass(slots=True, frozen=True)
+class _Readable:
+    """A message with an event in it that somebody wants."""
+
+    work: Work
+    arrival: Arrival
+    incoming: Incoming
+
+    def quarantined(self) -> _Unfit:
+        """It says something else than the message of the same name. Its own name comes from what it says, so that this
+        is told once.
+        """
+        known = self.arrival
+        reason = f"event {known.event_id} was seen before in version {known.schema_version}, with another body"
+        arrival = Arrival(_name(known.event_id.bytes, known.digest), known.schema_version, known.digest)
+        return _Unfit(self.work, arrival, LetterKind.ALTERED, reason)
+
+
+@dataclass(slots=True, frozen=True)
+class _Unfit:
+    """A message that becomes a letter instead of an effect."""
+
+    work: Work
+    arrival: Arrival
+    kind: LetterKind
+    reason: str
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose it is; nobody's, if no tenant can be called so."""
+        try:
+            return None if self.work.tenant is None else check_key("tenant", self.work.tenant, MAX_TENANT_BYTES)
+        except EventError:
+            return None
+
+
+def _is_for_us(error: BaseException) -> bool:
+    """Whether we are told to stop, and not a handler."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _identity(message: Message) -> tuple[str | None, UUID]:
+    """Which message this is: by its event, or by all that it says if it names none."""
+    headers = message.headers
+    event_id = _event_id(headers)
+    if event_id is None:
+        said = [f"{name}={headers[name]}".encode() for name in sorted(headers)]
+        event_id = _name(message.topic.encode(), message.key.encode(), *said, message.body)
+    return headers.get("tenant_id"), event_id
+
+
+def _arrival(message: Message) -> Arrival:
+    return Arrival(_identity(message)[1], _schema_version(message), digest_of(message.body))
+
+
+def _event_id(headers: Mapping[str, str]) -> UUID | None:
+    try:
+        return UUID(headers["event_id"])
+    except (KeyError, ValueError):
+        return None
+
+
+def _schema_version(message: Message) -> int:
+    version = message.headers.get("schema_version", "").removeprefix("v")
+    return int(version) if version.isdecimal() and len(version) < 9 else 0
+
+
+def _name(*parts: bytes) -> UUID:
+    content = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content.update(len(part).to_bytes(8, "big") + part)
+    return UUID(bytes=content.digest())
+
+
+def _fitting(text: str, limit: int) -> str:
+    """As much of a stranger's text as a column takes."""
+    return text.replace("\0", "?").encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
+
+
+def _as_edited(letter: Letter) -> Message:
+    message = letter.message
+    return message if letter.edited is None else Message(message.topic, message.key, letter.edited, message.headers)

@@ -1,0 +1,71 @@
+"""From a message to an event: decoded, and brought to the version that somebody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from ..codecs import Codecs
+from ..errors import UnknownEventError
+from ..event import EventType, registry
+from ..route import matches
+from ..transport import Message
+from .handling import Effects, Incoming, MessageContext
+
+
+class Reader:
+    """What one consumer makes of messages."""
+
+    def __init__(self, consumer: str, effects: Effects, codecs: Codecs, ignores: Sequence[str] = ()) -> None:
+        self._consumer = consumer
+        self._effects = effects
+        self._codecs = codecs
+        self._ignores = [pattern.split(".") for pattern in ignores]
+        self._target: Callable[[str, int], EventType | None] = lru_cache(maxsize=1024)(self._find_target)
+
+    def read(self, message: Message, attempt: int = 1) -> Incoming | None:
+        """The event, or None if it is known and nobody here wants it. `EventError` says why it cannot be read;
+        `UnknownEventError`, that its name or its version is not known.
+        """
+        headers = message.headers
+        content = self._codecs.reading(headers.get("content_type", "application/json")).decode(message.body, headers)
+        kind = self._target(content.name, content.version)
+        if kind is None:
+            return None
+        event = registry.build_as(kind, content.version, content.payload, content.event_id, content.occurred_at)
+        version = headers.get("version")
+        try:
+            context = MessageContext(
+                consumer=self._consumer,
+                topic=message.topic,
+                key=message.key,
+                tenant=headers.get("tenant_id"),
+                event_id=content.event_id,
+                event_type=content.name,
+                schema_version=content.version,
+                occurred_at=content.occurred_at,
+                attempt=attempt,
+                headers=headers,
+                version=None if version is None else int(version),
+                event_index=int(headers.get("event_index", "0")),
+                event_count=int(headers.get("event_count", "1")),
+            )
+        except ValueError as error:
+            raise UnknownEventError(f"the message has an unreadable header: {error}") from None
+        return Incoming(event, context)
+
+    def refresh(self) -> None:
+        """The effects want other events than before."""
+        self._target = lru_cache(maxsize=1024)(self._find_target)
+
+    def _find_target(self, name: str, version: int) -> EventType | None:
+        kinds = self._effects.kinds
+        if (kind := registry.nearest(name, version, kinds)) is not None:
+            return kind
+        if any(kind.name == name for kind in kinds):
+            newest = max(kind.version for kind in kinds if kind.name == name)
+            raise UnknownEventError(f"{name!r} comes in version {version}, and {newest} is the newest that is known")
+        parts = name.split(".")
+        if registry.nearest(name, 0) is None and not any(matches(pattern, parts) for pattern in self._ignores):
+            raise UnknownEventError(f"no event type is registered for {name!r} version {version}")
+        return None

@@ -1,0 +1,164 @@
+"""What a consumer tells about its work: counts, log lines, metrics and spans, and how far it has come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from .. import clock, telemetry
+from ..inbox import Letter, LetterKind
+from ..telemetry import Activity, LogEvent, Signals, trace_id
+from ..transport import Message
+from .failure import Failure
+from .handling import Incoming
+
+logger = logging.getLogger("pillarbox")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a consumer has done since it was made."""
+
+    handled: int = 0
+    """Messages that took effect."""
+    duplicates: int = 0
+    """Messages that had taken effect before."""
+    letters: int = 0
+    failures: int = 0
+    """Attempts that failed, whatever came of it."""
+
+
+@dataclass(slots=True)
+class Position:
+    """How far it has come."""
+
+    event_id: UUID | None = None
+    occurred_at: datetime | None = None
+
+
+class ConsumerReport:
+    """The voice of one consumer."""
+
+    def __init__(self, consumer: str, signals: Signals) -> None:
+        self.tally = Tally()
+        self.position = Position()
+        self._consumer = consumer
+        self._labels = (consumer,)
+        self._signals = signals
+
+    def begins(self) -> None:
+        """A counter that is not there before it first rises is seen to rise by nobody."""
+        if self._signals:
+            for metric in (telemetry.HANDLED, telemetry.DUPLICATES):
+                self._signals.count(metric, self._labels, 0)
+            for failure in Failure:
+                self._signals.count(telemetry.HANDLING_FAILED, (*self._labels, failure.value), 0)
+
+    def processing(self, incoming: Sequence[Incoming]) -> AbstractContextManager[None]:
+        """Surrounds what handlers do."""
+        return self._traced(incoming) if self._signals.traces and incoming else nullcontext()
+
+    @contextmanager
+    def _traced(self, incoming: Sequence[Incoming]) -> Iterator[None]:
+        first = incoming[0].context
+        attributes: dict[str, str | int] = {
+            "messaging.system": "pillarbox",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": first.topic,
+            "messaging.consumer.group.name": self._consumer,
+        }
+        if len(incoming) == 1:
+            attributes |= {"messaging.message.id": str(first.event_id), "pillarbox.event_type": first.event_type}
+        else:
+            attributes["messaging.batch.message_count"] = len(incoming)
+        headers = [context.headers for _, context in incoming]
+        with self._signals.during(Activity(telemetry.PROCESS, first.topic, attributes, headers)):
+            yield
+
+    def handled(self, new: Sequence[Incoming], duplicates: int, seconds: float) -> None:
+        """These have taken effect; so many others had before."""
+        self.tally.handled += len(new)
+        self.tally.duplicates += duplicates
+        if new:
+            last = new[-1].context
+            self.position = Position(last.event_id, last.occurred_at)
+        if not self._signals:
+            return
+        if duplicates:
+            self._signals.count(telemetry.DUPLICATES, self._labels, duplicates)
+        if new:
+            tenant = new[0].context.tenant if self._signals.by_tenant else None
+            self._signals.count(telemetry.HANDLED, self._labels, len(new), tenant)
+            self._signals.observe(telemetry.HANDLING, {seconds: 1}, self._labels)
+            self._signals.observe(telemetry.HANDLING_LATENCY, self._ages(new), self._labels, tenant)
+
+    def _ages(self, new: Sequence[Incoming]) -> dict[float, int]:
+        """How long ago the events occurred: a mean of some is enough."""
+        now = clock.current().now()
+        some = new[:: len(new) // 16 + 1]
+        mean = sum((now - context.occurred_at).total_seconds() for _, context in some) / len(some)
+        return {max(0.0, mean): len(new)}
+
+    def failed(self, message: Message, failure: Failure, reason: str, error: BaseException) -> None:
+        """An attempt has failed."""
+        self.tally.failures += 1
+        if self._signals:
+            self._signals.count(telemetry.HANDLING_FAILED, (*self._labels, failure.value))
+        logger.log(
+            logging.INFO if failure is Failure.BUSINESS else logging.WARNING,
+            "consumer %s: event %s failed (%s): %s",
+            *(self._consumer, message.headers.get("event_id"), failure.value, reason),
+            extra=self._about(telemetry.LOG_HANDLING_FAILED, message, failure=failure.value, reason=reason),
+        )
+        logger.debug("consumer %s failed", self._consumer, exc_info=error)
+
+    def stuck(self, message: Message, attempts: int, seconds: float, reason: str) -> None:
+        """It has failed for long, and is still tried."""
+        logger.error(
+            "consumer %s: event %s has failed %d times in %.0f s, and its key waits: %s",
+            *(self._consumer, message.headers.get("event_id"), attempts, seconds, reason),
+            extra=self._about(telemetry.LOG_STUCK, message, attempts=attempts, reason=reason),
+        )
+
+    def letter(self, letter: Letter) -> None:
+        """A letter was written."""
+        self.tally.letters += 1
+        if self._signals:
+            self._signals.count(telemetry.LETTERS, (*self._labels, letter.kind.value))
+        logger.log(
+            logging.INFO if letter.kind is LetterKind.REJECTED else logging.ERROR,
+            "consumer %s: event %s has become a letter (%s): %s",
+            *(self._consumer, letter.event_id, letter.kind.value, letter.reason),
+            extra=self._about(telemetry.LOG_LETTER, letter.message, kind=letter.kind.value, reason=letter.reason),
+        )
+
+    def away(self, reason: str) -> None:
+        """The source is not to be had."""
+        extra = telemetry.fields(telemetry.LOG_SOURCE_AWAY, consumer=self._consumer, reason=reason)
+        logger.warning("consumer %s: its source is not to be had: %s", self._consumer, reason, extra=extra)
+
+    def back(self) -> None:
+        """It is there again."""
+        extra = telemetry.fields(telemetry.LOG_SOURCE_BACK, consumer=self._consumer)
+        logger.warning("consumer %s: its source is there again", self._consumer, extra=extra)
+
+    def _about(self, event: LogEvent, message: Message, **given: object) -> dict[str, object]:
+        headers = message.headers
+        return telemetry.fields(
+            event,
+            consumer=self._consumer,
+            topic=message.topic,
+            event_id=headers.get("event_id"),
+            message_id=headers.get("event_id"),
+            event_type=headers.get("event_type"),
+            aggregate_type=headers.get("aggregate_type"),
+            aggregate_id=headers.get("aggregate_id"),
+            tenant=headers.get("tenant_id"),
+            trace_id=trace_id(headers.get("traceparent")),
+            **given,
+        )

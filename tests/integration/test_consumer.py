@@ -1,0 +1,579 @@
+"""Consumers on real databases: effects once, in order, through failures of every class."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from sqlalchemy import String, func, select
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pillarbox import (
+    IntegrationEvent,
+    Message,
+    MessageContext,
+    Pillarbox,
+    Poison,
+    Reject,
+    RetryPolicy,
+    Route,
+    UnitOfWork,
+    upcaster,
+)
+from pillarbox.consumers.consumer import Consumer
+from pillarbox.errors import ConfigurationError
+from pillarbox.inbox import Letter, LetterKind, LetterState
+from pillarbox.stores import inbox as stored
+from pillarbox.stores.tables import inbox
+from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
+from tests.servers import Database
+
+TOPIC, REPLIES = "consumed", "replied"
+QUICKLY = RetryPolicy(base=0.001, cap=0.01)
+
+
+class Asked(IntegrationEvent, name="test.consumer.asked", version=2):
+    subject: str
+    number: int
+
+
+class Answered(IntegrationEvent, name="test.consumer.answered"):
+    subject: str
+
+
+@upcaster("test.consumer.asked", from_version=1)
+def _number(payload: dict[str, Any]) -> dict[str, Any]:
+    return {**payload, "number": 0}
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Effect(Base):
+    __tablename__ = "effects"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    event_id: Mapped[UUID]
+    subject: Mapped[str] = mapped_column(String(100))
+    number: Mapped[int]
+
+
+@asynccontextmanager
+async def open_box(database: Database) -> AsyncIterator[tuple[Pillarbox, MemoryTransport]]:
+    engine = create_async_engine(database.url())
+    broker = MemoryTransport()
+    routes = [
+        Route("test.consumer.asked", to="broker", topic=TOPIC),
+        Route("test.consumer.answered", to="broker", topic=REPLIES),
+    ]
+    async with Pillarbox(engine, transports={"broker": broker}, routes=routes, shards=2) as box:
+        await box.migrate()
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        yield box, broker
+    await engine.dispose()
+
+
+@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
+    return fresh_database(request.param)
+
+
+@pytest.fixture
+async def opened(database: Database) -> AsyncIterator[tuple[Pillarbox, MemoryTransport]]:
+    async with open_box(database) as found:
+        yield found
+
+
+@pytest.fixture
+def box(opened: tuple[Pillarbox, MemoryTransport]) -> Pillarbox:
+    return opened[0]
+
+
+@pytest.fixture
+def broker(opened: tuple[Pillarbox, MemoryTransport]) -> MemoryTransport:
+    return opened[1]
+
+
+async def ask(box: Pillarbox, *questions: tuple[str, int], tenant: str | None = "acme") -> list[Asked]:
+    events = [Asked(subject=subject, number=number) for subject, number in questions]
+    async with box.unit_of_work(tenant=tenant) as uow:
+        for event in events:
+            uow.publish(event, key=event.subject)
+    await box.relay().drain()
+    return events
+
+
+def answering(box: Pillarbox, name: str = "answers", **options: Any) -> Consumer:
+    """A consumer that writes an effect for each question."""
+    consumer = box.consumer(name, source="broker", topics=[TOPIC], retry=QUICKLY, **options)
+
+    @consumer.on(Asked)
+    async def write(event: Asked, uow: UnitOfWork) -> None:
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+
+    return consumer
+
+
+async def effects(box: Pillarbox) -> list[tuple[str, int]]:
+    async with box.unit_of_work() as uow:
+        found = await uow.session.execute(select(Effect.subject, Effect.number).order_by(Effect.id))
+        return [(subject, number) for subject, number in found]
+
+
+async def letters(box: Pillarbox, **wanted: Any) -> list[Letter]:
+    return [letter async for letter in box.dead_letters(**wanted)]
+
+
+def fail_once(consumer: Consumer, error: Callable[[], Exception]) -> list[int]:
+    """The first call for number 2 fails, after the effect of another handler."""
+    calls: list[int] = []
+
+    @consumer.on(Asked)
+    async def fail(event: Asked) -> None:
+        calls.append(event.number)
+        if event.number == 2 and calls.count(2) == 1:
+            raise error()
+
+    return calls
+
+
+# -- once --------------------------------------------------------------------------------------------------------------
+
+
+async def test_h80_what_comes_again_has_no_second_effect(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1), ("b", 1), ("a", 2))
+    first = await consumer.drain()
+    broker.redeliver(TOPIC)
+    broker.redeliver(TOPIC, 2, 0)
+    again = await consumer.drain()
+    assert (first.handled, first.duplicates) == (3, 0)
+    assert (again.handled, again.duplicates) == (0, 5)
+    assert sorted(await effects(box)) == [("a", 1), ("a", 2), ("b", 1)]
+
+
+async def test_h79_a_failure_after_the_effect_undoes_it_with_the_row_of_the_inbox(box: Pillarbox) -> None:
+    consumer = answering(box)
+    calls = fail_once(consumer, lambda: ConnectionError("away"))
+    await ask(box, ("a", 1), ("a", 2), ("a", 3))
+    await consumer.drain()
+    assert calls == [1, 2, 2, 3]
+    assert await effects(box) == [("a", 1), ("a", 2), ("a", 3)]
+    assert await letters(box) == []
+
+
+async def test_h78_two_members_that_get_the_same_message_at_once(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, *[(f"k{index}", index) for index in range(20)])
+    for _ in range(4):
+        broker.redeliver(TOPIC)
+    tally = await consumer.drain()
+    assert tally.handled == 20
+    assert sorted(await effects(box)) == sorted((f"k{index}", index) for index in range(20))
+
+
+async def test_h83_consumers_and_tenants_do_not_see_each_other(box: Pillarbox, broker: MemoryTransport) -> None:
+    one, other = answering(box), answering(box, "other")
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    twin = Message(TOPIC, sent.key, sent.body, {**sent.headers, "tenant_id": "globex"})
+    await broker.send("somebody", [twin])
+    assert (await one.drain()).handled == 2
+    assert (await other.drain()).handled == 2
+    with pytest.raises(ConfigurationError, match="two consumers"):
+        answering(box)
+
+
+async def test_a_batch_that_fails_is_tried_one_by_one(box: Pillarbox) -> None:
+    consumer = answering(box, batch=100)
+    calls: list[int] = []
+
+    @consumer.on(Asked)
+    async def refuse(event: Asked) -> None:
+        calls.append(event.number)
+        if event.number == 3:
+            raise Reject("three is not liked here")
+
+    await ask(box, *[(f"k{number % 3}", number) for number in range(8)])
+    await consumer.drain()
+    assert len(calls) > 8
+    assert sorted(number for _, number in await effects(box)) == [0, 1, 2, 4, 5, 6, 7]
+    assert [letter.reason for letter in await letters(box)] == ["three is not liked here"]
+
+
+async def test_events_of_a_handler_are_caused_by_the_message(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+
+    @consumer.on(Asked)
+    async def answer(event: Asked, uow: UnitOfWork) -> None:
+        uow.publish(Answered(subject=event.subject), key=event.subject)
+
+    [asked] = await ask(box, ("a", 1))
+    await consumer.drain()
+    broker.redeliver(TOPIC)
+    await consumer.drain()
+    await box.relay().drain()
+    [reply] = broker.sent(REPLIES)
+    assert reply.headers["causation_id"] == reply.headers["correlation_id"] == str(asked.event_id)
+    assert reply.headers["tenant_id"] == "acme"
+
+
+# -- in order ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 50])
+async def test_h90_a_key_waits_for_its_failed_message_and_the_others_go_on(box: Pillarbox, batch: int) -> None:
+    consumer = answering(box, batch=batch)
+    calls = fail_once(consumer, lambda: TimeoutError("slow"))
+    await ask(box, *[(key, number) for number in range(5) for key in "ab"])
+    await consumer.drain()
+    assert calls.count(2) > 2
+    found = await effects(box)
+    for key in "ab":
+        assert [number for subject, number in found if subject == key] == [0, 1, 2, 3, 4]
+
+
+async def test_tenants_are_never_in_one_transaction(box: Pillarbox) -> None:
+    consumer = answering(box, batch=100)
+    seen: set[tuple[str | None, int]] = set()
+
+    @consumer.on(Asked)
+    async def see(context: MessageContext, uow: UnitOfWork, _event: Asked) -> None:
+        seen.add((context.tenant, id(uow)))
+
+    for tenant in ("acme", "globex", None):
+        await ask(box, ("a", 1), ("b", 2), tenant=tenant)
+    await consumer.drain()
+    assert len({uow for _, uow in seen}) >= 1
+    assert {tenant for tenant, _ in seen} == {"acme", "globex", None}
+    assert len(await effects(box)) == 6
+
+
+# -- letters -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_rejected_event_is_a_letter_with_its_reason(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+
+    @consumer.on(Asked)
+    async def refuse(_event: Asked) -> None:
+        raise Reject("nobody knows")
+
+    [asked] = await ask(box, ("a", 1))
+    await consumer.drain()
+    broker.redeliver(TOPIC)
+    await consumer.drain()
+    [letter] = await letters(box, consumer="answers")
+    assert (letter.kind, letter.reason, letter.event_id) == (LetterKind.REJECTED, "nobody knows", asked.event_id)
+    assert letter.message.body == broker.sent(TOPIC)[0].body
+    assert await effects(box) == []
+    await box.relay().drain()
+    assert broker.sent(f"{TOPIC}.dlq") == []
+
+
+async def test_h88_poison_goes_to_the_dead_letter_topic_whenever_it_is_there(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+
+    @consumer.on(Asked)
+    async def choke(_event: Asked) -> None:
+        raise Poison("cannot be swallowed")
+
+    await ask(box, ("a", 1))
+    broker.reject(lambda message: message.topic.endswith(".dlq"))
+    await consumer.drain()
+    await box.relay().drain()
+    assert broker.sent(f"{TOPIC}.dlq") == []
+    assert [letter.kind for letter in await letters(box)] == [LetterKind.POISON]
+
+
+async def test_the_dead_letter_says_why(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    strange = Message(TOPIC, "k", b"not json", {**sent.headers, "event_id": str(uuid4())})
+    foreign = Message(TOPIC, "k", b"{}", {**sent.headers, "event_id": str(uuid4()), "event_type": "test.nobody.knows"})
+    newer = Message(TOPIC, "k", sent.body, {**sent.headers, "event_id": str(uuid4()), "schema_version": "v9"})
+    nameless = Message(TOPIC, "", b"\xff\x00", {})
+    await broker.send("somebody", [strange, foreign, newer, nameless])
+    tally = await consumer.drain()
+    await box.relay().drain()
+    found = await letters(box)
+    assert tally.handled == 1
+    assert [letter.kind for letter in found].count(LetterKind.UNKNOWN) == 4
+    assert {letter.message.body for letter in found} == {b"not json", b"{}", sent.body, b"\xff\x00"}
+    dead = broker.sent(f"{TOPIC}.dlq")
+    assert len(dead) == 4
+    assert all(message.headers["dlq_reason"] and message.headers["dlq_consumer"] == "answers" for message in dead)
+    broker.redeliver(TOPIC)
+    await consumer.drain()
+    assert len(await letters(box)) == 4
+
+
+async def test_what_is_known_and_not_wanted_is_left_out(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box, ignores=["test.nobody.*"])
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    for kind in ("test.nobody.knows", "test.consumer.answered"):
+        headers = {**sent.headers, "event_id": str(uuid4()), "event_type": kind, "schema_version": "v1"}
+        await broker.send("somebody", [Message(TOPIC, "k", b'{"subject": "a"}', headers)])
+    assert (await consumer.drain()).handled == 1
+    assert await letters(box) == []
+
+
+async def test_an_older_version_is_brought_to_the_one_that_is_wanted(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    headers = {**sent.headers, "event_id": str(uuid4()), "schema_version": "v1"}
+    await broker.send("somebody", [Message(TOPIC, "a", b'{"subject": "old"}', headers)])
+    await consumer.drain()
+    assert await effects(box) == [("a", 1), ("old", 0)]
+
+
+async def test_h82_the_same_event_with_another_body_is_quarantined_once(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    await broker.send("somebody", [Message(TOPIC, "a", b'{"subject": "b", "number": 7}', sent.headers)])
+    await consumer.drain()
+    broker.redeliver(TOPIC)
+    await consumer.drain()
+    assert await effects(box) == [("a", 1)]
+    [letter] = await letters(box)
+    assert letter.kind is LetterKind.ALTERED
+    assert "another body" in letter.reason
+
+
+async def test_another_version_of_an_admitted_event_is_a_duplicate(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    await broker.send("somebody", [Message(TOPIC, "a", b'{"subject": "a"}', {**sent.headers, "schema_version": "v1"})])
+    tally = await consumer.drain()
+    assert (tally.handled, tally.duplicates) == (1, 1)
+    assert await letters(box) == []
+
+
+async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    for index, more in enumerate(
+        (
+            {"tenant_id": "x" * 500},
+            {"tenant_id": "a\nb"},
+            {"traceparent": "nonsense"},
+            {"version": "seven"},
+            {"event_index": "first"},
+        )
+    ):
+        headers = {**sent.headers, "event_id": str(uuid4()), **more}
+        await broker.send("somebody", [Message(TOPIC, f"k{index}" + "é" * 600, sent.body, headers)])
+    tally = await consumer.drain()
+    assert tally.handled == 2
+    assert len(await letters(box)) == 4
+
+
+# -- classes of failures -----------------------------------------------------------------------------------------------
+
+
+async def test_h87_an_unknown_error_is_a_letter_only_after_a_while_and_while_others_succeed(box: Pillarbox) -> None:
+    consumer = answering(box, patience=0.0)
+    calls: list[int] = []
+
+    @consumer.on(Asked)
+    async def stumble(event: Asked) -> None:
+        calls.append(event.number)
+        if event.number == 2:
+            raise KeyError("a bug")
+
+    await ask(box, ("a", 2))
+    await consumer.drain()
+    assert await letters(box) == []  # nothing else has succeeded: it may be us
+    await ask(box, ("b", 1))
+    await consumer.drain()
+    await consumer.drain()
+    [letter] = await letters(box)
+    assert letter.kind is LetterKind.POISON
+    assert "given up after" in letter.reason
+    assert "KeyError" in letter.reason
+
+
+async def test_h87_no_transient_error_ever_makes_a_letter(box: Pillarbox) -> None:
+    consumer = answering(box, patience=0.0)
+    calls = 0
+
+    @consumer.on(Asked)
+    async def away(event: Asked) -> None:
+        nonlocal calls
+        calls += 1
+        if event.number == 2:
+            raise ConnectionRefusedError("away")
+
+    await ask(box, ("a", 2), ("b", 1))
+    for _ in range(3):
+        await consumer.drain()
+    assert calls > 3
+    assert await letters(box) == []
+    assert await effects(box) == [("b", 1)]
+
+
+# -- redrive -----------------------------------------------------------------------------------------------------------
+
+
+async def test_h89_a_letter_is_redriven_once(box: Pillarbox) -> None:
+    consumer = answering(box)
+    closed = True
+
+    @consumer.on(Asked)
+    async def refuse(_event: Asked) -> None:
+        if closed:
+            raise Reject("closed today")
+
+    await ask(box, ("a", 1))
+    await consumer.drain()
+    [letter] = await letters(box)
+    with pytest.raises(Reject):
+        await consumer.redrive(letter.id)
+    [letter] = await letters(box)
+    assert letter.attempts == 2
+    closed = False
+    tried = await asyncio.gather(*(consumer.redrive(letter.id) for _ in range(3)), return_exceptions=True)
+    assert [result for result in tried if result is True] == [True]
+    assert await effects(box) == [("a", 1)]
+    [done] = await letters(box, states=[LetterState.REDRIVEN])
+    assert done.id == letter.id
+
+
+# -- without a broker --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 100])
+async def test_the_outbox_itself_is_a_source(box: Pillarbox, batch: int) -> None:
+    consumer = box.consumer("inside", source="outbox", batch=batch, retry=QUICKLY)
+    calls: list[int] = []
+
+    @consumer.on(Asked)
+    async def write(event: Asked, uow: UnitOfWork) -> None:
+        calls.append(event.number)
+        if event.number == 3:
+            raise Reject("three")
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+
+    async with box.unit_of_work(tenant="acme") as uow:
+        for number in range(6):
+            uow.publish(Asked(subject=f"k{number % 2}", number=number), key=f"k{number % 2}")
+    tally = await consumer.drain()
+    assert tally.handled == 5
+    found = await effects(box)
+    assert [number for subject, number in found if subject == "k0"] == [0, 2, 4]
+    assert [number for subject, number in found if subject == "k1"] == [1, 5]
+    assert [letter.reason for letter in await letters(box)] == ["three"]
+    assert (await consumer.drain()).handled == 0
+
+
+# -- its life ----------------------------------------------------------------------------------------------------------
+
+
+async def test_it_runs_until_it_is_stopped_and_finishes_what_it_has_begun(box: Pillarbox) -> None:
+    consumer = answering(box)
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    @consumer.on(Asked)
+    async def dawdle(_event: Asked) -> None:
+        begun.set()
+        await go.wait()
+
+    await ask(box, ("a", 1), ("a", 2))
+    running = asyncio.create_task(consumer.run())
+    await asyncio.wait_for(begun.wait(), 10)
+    assert consumer.healthy
+    consumer.stop()
+    go.set()
+    await asyncio.wait_for(running, 10)
+    assert not consumer.alive
+    assert await effects(box) == [("a", 1)]  # the second was not begun, and is not lost
+    assert (await consumer.drain()).handled == 1
+
+
+async def test_h91_what_takes_too_long_is_undone_and_comes_again(box: Pillarbox) -> None:
+    consumer = answering(box, grace=0.05)
+    begun = asyncio.Event()
+    for_ever = True
+
+    @consumer.on(Asked)
+    async def dawdle(_event: Asked) -> None:
+        begun.set()
+        if for_ever:
+            await asyncio.get_running_loop().create_future()
+
+    await ask(box, ("a", 1))
+    running = asyncio.create_task(consumer.run())
+    await asyncio.wait_for(begun.wait(), 10)
+    consumer.stop()
+    await asyncio.wait_for(running, 10)
+    assert await effects(box) == []
+    for_ever = False
+    assert (await consumer.drain()).handled == 1
+    assert await effects(box) == [("a", 1)]
+
+
+async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    came = asyncio.Event()
+
+    @consumer.on(Asked)
+    async def see(event: Asked) -> None:
+        if event.number == 2:
+            came.set()
+
+    running = asyncio.create_task(consumer.run())
+    await ask(box, ("a", 1))
+    broker.go_away()
+    broker.come_back()
+    await ask(box, ("a", 2))
+    await asyncio.wait_for(came.wait(), 10)
+    consumer.stop()
+    await running
+    assert await effects(box) == [("a", 1), ("a", 2)]
+
+
+async def test_its_place_is_written_down_and_the_inbox_forgets(box: Pillarbox) -> None:
+    consumer = answering(box, retention=timedelta(0))
+    await ask(box, ("a", 1), ("b", 2))
+    await consumer.drain()
+    async with box.engine.connect() as connection:
+        [record] = await connection.run_sync(stored.consumers)
+        kept = (await connection.execute(select(func.count()).select_from(inbox))).scalar_one()
+    assert (record.name, record.kind, record.source, record.topics) == ("answers", "handlers", "broker", (TOPIC,))
+    assert record.handled == 2
+    assert record.last_occurred_at is not None
+    assert kept == 0
+
+
+# -- what cannot work --------------------------------------------------------------------------------------------------
+
+
+async def test_what_cannot_work_is_refused_at_once(box: Pillarbox) -> None:
+    with pytest.raises(ConfigurationError, match="no transport is called 'nowhere'"):
+        box.consumer("one", source="nowhere", topics=["t"])
+    with pytest.raises(ConfigurationError, match="needs topics"):
+        box.consumer("two", source="broker")
+    with pytest.raises(ConfigurationError, match="has no topics"):
+        box.consumer("three", source="outbox", topics=["t"])
+    silent = box.consumer("four", source="broker", topics=["t"])
+    with pytest.raises(ConfigurationError, match="has no handler"):
+        await silent.drain()
