@@ -291,7 +291,7 @@ UNDELIVERED = Metric(
     _CONSUMER,
 )
 OLDEST_UNACKED = Metric(
-    "subscription_oldest_unacked_message_age",
+    "subscription_oldest_unacked_message_age_seconds",
     "gauge",
     "seconds",
     "Age of the oldest event at hand; 0 if there is none.",
