@@ -1,1 +1,8 @@
 """Read models: tables that events write, and that can be written anew."""
+
+from __future__ import annotations
+
+from .change import Add, Change
+from .projection import HoldFullError, Projection, ProjectionRow, Tally, on
+
+__all__ = ["Add", "Change", "HoldFullError", "Projection", "ProjectionRow", "Tally", "on"]
