@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from .event import register_event as register_event
     from .event import upcaster as upcaster
     from .outbox import FailurePolicy as FailurePolicy
+    from .projections.change import Add as Add
+    from .projections.change import Change as Change
+    from .projections.projection import Projection as Projection
+    from .projections.projection import ProjectionRow as ProjectionRow
+    from .projections.projection import on as on
     from .repository import Repository as Repository
     from .retry import RetryPolicy as RetryPolicy
     from .route import Route as Route
@@ -42,7 +47,9 @@ if TYPE_CHECKING:
     from .unit_of_work import UnitOfWork as UnitOfWork
 
 _HOMES = {
+    "Add": "projections.change",
     "Aggregate": "aggregate",
+    "Change": "projections.change",
     "Codec": "codec",
     "CommitOutcomeUnknown": "errors",
     "ConcurrencyError": "errors",
@@ -60,6 +67,8 @@ _HOMES = {
     "Pillarbox": "app",
     "PillarboxError": "errors",
     "Poison": "errors",
+    "Projection": "projections.projection",
+    "ProjectionRow": "projections.projection",
     "Reject": "errors",
     "Repository": "repository",
     "RetryPolicy": "retry",
@@ -70,6 +79,7 @@ _HOMES = {
     "current_context": "context",
     "downcaster": "event",
     "event_context": "context",
+    "on": "projections.projection",
     "register_event": "event",
     "upcaster": "event",
 }

@@ -35,6 +35,7 @@ from .event import EventType, Raised, registry
 from .gauges import Gauges
 from .inbox import Letter, LetterFilter, LetterKind, LetterState
 from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
+from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .retry import RetryPolicy
@@ -57,6 +58,9 @@ _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 
 logger = logging.getLogger("pillarbox")
+
+PROJECTED_AT_ONCE = 500
+"""Events of a projection that share a transaction, unless another number is said."""
 
 
 class Pillarbox:
@@ -355,6 +359,37 @@ class Pillarbox:
         return self._consumer(
             name,
             Handlers(),
+            source,
+            topics,
+            flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
+            terms=Terms(retry, patience, retention, tuple(ignores)),
+        )
+
+    def projection(
+        self,
+        projection: type[Projection] | Projection,
+        *,
+        source: str | Subscriber,
+        topics: Sequence[str] = (),
+        batch: int = PROJECTED_AT_ONCE,
+        concurrency: int = 2,
+        max_messages: int = 5_000,
+        max_bytes: int = Flow.max_bytes,
+        grace: float = Flow.grace,
+        retry: RetryPolicy = Terms.retry,
+        patience: float = Terms.patience,
+        retention: timedelta = Terms.retention,
+        ignores: Sequence[str] = (),
+    ) -> Consumer:
+        """A consumer whose effects are the rows of a projection; its name is that of the projection. The rest is as for
+        `consumer`.
+        """
+        effects = projection() if isinstance(projection, type) else projection
+        if not isinstance(effects, Projection):
+            raise ConfigurationError(f"projection takes a subclass of Projection, got {projection!r}")
+        return self._consumer(
+            effects.name,
+            effects,
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),

@@ -22,18 +22,19 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 
 from .. import clock, telemetry
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StoreError
 from ..inbox import Inbox, LetterFilter, LetterKind, Letters, consumer_id
+from ..projections.projection import Projection
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
 from ..telemetry import Sample
-from ..transport import Subscriber
+from ..transport import Message, Subscriber
 from .dead_letters import DeadLetterRoute
 from .desk import Work
 from .failure import Failure, classify
 from .from_outbox import OutboxIntake
-from .handling import Effects, Handlers
+from .handling import Effects, Handlers, Incoming
 from .home import OUTBOX, Home
 from .intake import Flow, Intake, SubscriptionIntake
 from .processing import Processor
@@ -120,6 +121,10 @@ class Consumer:
                 retry=terms.retry,
                 takes_turns=lambda: home.takes_turns,
             )
+        if isinstance(effects, Projection):
+            effects.letters = letters
+            effects.read = self._read_held
+            effects.message_of = lambda incoming: incoming.context.message
         self._running = False
         self._stopping = False
         self._finished = asyncio.Event()
@@ -146,6 +151,13 @@ class Consumer:
             return handler
 
         return keep
+
+    def _read_held(self, message: Message) -> Incoming:
+        """An event that a projection has held: it was read before."""
+        incoming = self._reader.read(message)
+        if incoming is None:
+            raise StoreError(f"projection {self.name} does not want any more what it has held: {message.headers}")
+        return incoming
 
     def _subscribe(self) -> None:
         self._reader.refresh()
@@ -230,6 +242,7 @@ class Consumer:
         labels, backlog, at_hand = (self.name,), self._intake.backlog(), self._intake.at_hand()
         yield Sample(telemetry.UNDELIVERED, labels, len(at_hand) if backlog is None else backlog)
         yield Sample(telemetry.OLDEST_UNACKED, labels, self._lag(at_hand))
+        yield Sample(telemetry.VERSION_LAG, labels, self._report.version_lag)
 
     def _begin(self) -> None:
         if self._running:

@@ -20,7 +20,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from ..context import caused_by
 from ..errors import ConfigurationError
 from ..event import EventType, registry
+from ..transport import Message
 from ..unit_of_work import UnitOfWork
+
+_NO_MESSAGE = Message("", "", b"", {})
 
 
 class MessageContext(msgspec.Struct, frozen=True, gc=False):
@@ -44,6 +47,8 @@ class MessageContext(msgspec.Struct, frozen=True, gc=False):
     """Its place among the events of that version, from 0."""
     event_count: int
     """How many that version has."""
+    message: Message = _NO_MESSAGE
+    """The message itself, as it came."""
 
     @property
     def aggregate_id(self) -> str | None:
@@ -58,12 +63,27 @@ class Incoming(NamedTuple):
     context: MessageContext
 
 
+class LeftOut(NamedTuple):
+    """Events that a projection has not applied, or not in their turn."""
+
+    stale: int = 0
+    """Not later than what their row had seen."""
+    gaps: int = 0
+    """Came without their predecessor."""
+    version_lag: int = 0
+    """By how many versions one was ahead of its row, at most."""
+
+
 class Effects(Protocol):
     """What a consumer does with events: its handlers, or a projection."""
 
     @property
     def kinds(self) -> Collection[EventType]:
         """The events that it wants, in the versions that it wants them in."""
+        ...
+
+    def left_out(self) -> LeftOut:
+        """What it has not done since it was last asked."""
         ...
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
@@ -96,6 +116,9 @@ class Handlers:
                 raise ConfigurationError(f"on takes event types, got {kind!r}")
             self._kinds[kind] = registry.of_type(kind)
             self._calls.setdefault(kind, []).append(_Call(handler, kinds))
+
+    def left_out(self) -> LeftOut:
+        return LeftOut()
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         for event, context in incoming:

@@ -145,6 +145,7 @@ class Processor:
                 await self._effects.apply(uow, new)
         self._succeeded_at = clock.current().monotonic()
         self._report.handled(new, len(opened) - len(new), self._succeeded_at - began)
+        self._report.left_out(self._effects.left_out())
         if altered := [found for found, it in zip(opened, admissions, strict=True) if it is Admission.ALTERED]:
             await self._park([found.quarantined() for found in altered])
 

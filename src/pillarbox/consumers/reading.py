@@ -49,6 +49,7 @@ class Reader:
                 version=None if version is None else int(version),
                 event_index=int(headers.get("event_index", "0")),
                 event_count=int(headers.get("event_count", "1")),
+                message=message,
             )
         except ValueError as error:
             raise UnknownEventError(f"the message has an unreadable header: {error}") from None

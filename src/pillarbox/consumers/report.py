@@ -14,9 +14,11 @@ from ..inbox import Letter, LetterKind
 from ..telemetry import Activity, LogEvent, Signals, trace_id
 from ..transport import Message
 from .failure import Failure
-from .handling import Incoming
+from .handling import Incoming, LeftOut
 
 logger = logging.getLogger("pillarbox")
+
+_NOTHING = LeftOut()
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class ConsumerReport:
     def __init__(self, consumer: str, signals: Signals) -> None:
         self.tally = Tally()
         self.position = Position()
+        self.version_lag = 0
+        """Of the events that came last and found a gap."""
         self._consumer = consumer
         self._labels = (consumer,)
         self._signals = signals
@@ -53,7 +57,7 @@ class ConsumerReport:
     def begins(self) -> None:
         """A counter that is not there before it first rises is seen to rise by nobody."""
         if self._signals:
-            for metric in (telemetry.HANDLED, telemetry.DUPLICATES):
+            for metric in (telemetry.HANDLED, telemetry.DUPLICATES, telemetry.STALE, telemetry.GAPS):
                 self._signals.count(metric, self._labels, 0)
             for failure in Failure:
                 self._signals.count(telemetry.HANDLING_FAILED, (*self._labels, failure.value), 0)
@@ -96,6 +100,15 @@ class ConsumerReport:
             self._signals.count(telemetry.HANDLED, self._labels, len(new), tenant)
             self._signals.observe(telemetry.HANDLING, {seconds: 1}, self._labels)
             self._signals.observe(telemetry.HANDLING_LATENCY, self._ages(new), self._labels, tenant)
+
+    def left_out(self, amounts: LeftOut) -> None:
+        """A projection had seen later events than these, or not their predecessors."""
+        if amounts == _NOTHING:
+            return
+        self.version_lag = amounts.version_lag
+        if self._signals:
+            self._signals.count(telemetry.STALE, self._labels, amounts.stale)
+            self._signals.count(telemetry.GAPS, self._labels, amounts.gaps)
 
     def _ages(self, new: Sequence[Incoming]) -> dict[float, int]:
         """How long ago the events occurred: a mean of some is enough."""

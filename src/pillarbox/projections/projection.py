@@ -29,7 +29,7 @@ from sqlalchemy import BigInteger, Boolean, Connection, Integer, Table
 from sqlalchemy import inspect as inspect_row
 from sqlalchemy.orm import Mapper, Session, mapped_column
 
-from ..consumers.handling import Incoming, MessageContext
+from ..consumers.handling import Incoming, LeftOut, MessageContext
 from ..errors import ConcurrencyError, ConfigurationError, Poison, StoreError, TenancyError
 from ..event import EventType, registry
 from ..inbox import Letter, LetterFilter, LetterKind, Letters, LetterState
@@ -188,6 +188,10 @@ class Projection:
     @property
     def kinds(self) -> Collection[EventType]:
         return self._kinds.values()
+
+    def left_out(self) -> LeftOut:
+        tally, self.tally = self.tally, Tally()
+        return LeftOut(tally.stale, tally.gaps, tally.version_lag)
 
     def into(self, table: Table) -> Self:
         """The same, for another table with the same columns."""
