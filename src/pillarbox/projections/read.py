@@ -1,0 +1,432 @@
+"""The query side: rows of a read model by key, and in pages.
+
+    orders = ReadDao(box, OrderSummary)
+    order = await orders.get(order_id, tenant="acme")
+    page = await orders.page(order_by=[OrderSummary.placed_at.desc()], limit=50, tenant="acme")
+    page = await orders.page(order_by=[OrderSummary.placed_at.desc()], after=page.next, tenant="acme")
+
+Pages go by the values of the last row, not by counting: rows that come and go between two pages shift nothing, and the
+hundredth page costs what the first does. Every read has a session of its own, which never commits; what comes out of it
+is detached. Rows with a column ``deleted`` that is true are tombstones, and not shown.
+
+With a cache, `get` may give a row that is old for the moment between the commit of who changed it and their
+`ReadDao.forget`, and for up to ``ttl`` seconds if they die in between or cannot reach the cache. Who read before that
+commit cannot bring the old row back after it: see `pillarbox.cache`.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from enum import Enum
+from typing import Any, Generic, Optional, Protocol, TypeVar, overload
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import (
+    Boolean,
+    Column,
+    ColumnElement,
+    Double,
+    Float,
+    Result,
+    Row,
+    Select,
+    Table,
+    TypeDecorator,
+    UnaryExpression,
+    and_,
+    false,
+    inspect,
+    literal,
+    or_,
+    select,
+    true,
+    tuple_,
+)
+from sqlalchemy.exc import DBAPIError, StatementError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Mapper
+from sqlalchemy.orm.exc import UnmappedColumnError
+from sqlalchemy.sql.operators import asc_op, desc_op
+
+from ..cache import Cache
+from ..consumers.failure import Failure, classify
+from ..errors import ConfigurationError, PillarboxError
+from ..interceptors.read_cache import ReadCache, _key
+from ..scope import TenantScoped, scoped_tables
+from ..tenancy import UNSCOPED, Tenancy, tenant_for
+
+MAX_LIMIT = 1000
+"""The longest page."""
+
+T = TypeVar("T")
+_Maker = TypeVar("_Maker", bound="async_sessionmaker[Any]")
+
+
+class InvalidCursorError(PillarboxError, ValueError):
+    """A cursor that no page of this query gave out: damaged, made up, or of another order."""
+
+
+class Box(Protocol):
+    """A `Pillarbox`, as far as reading needs to know it."""
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine that the box works with."""
+        ...
+
+    def bind(self, maker: _Maker) -> _Maker:
+        """Make the box's rules hold in the sessions of this maker."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some rows, and where to go on."""
+
+    items: Sequence[T]
+    next: str | None
+    """The cursor for ``after``; None if there was nothing more. Whoever has it can read the values in it."""
+
+
+class ReadDao(Generic[T]):
+    """Reads rows of one mapped class, or of a table.
+
+    ``source`` is a box, whose rules about tenants then hold, or a sessionmaker or engine of your own. ``cache`` keeps
+    what `get` has found, for mapped classes only.
+    """
+
+    @overload
+    def __init__(
+        self: ReadDao[Row[Any]], source: Box | async_sessionmaker[Any] | AsyncEngine, model: Table
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        source: Box | async_sessionmaker[Any] | AsyncEngine,
+        model: type[T],
+        *,
+        cache: Cache | None = None,
+        ttl: float = 60.0,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        source: Box | async_sessionmaker[Any] | AsyncEngine,
+        model: Any,
+        *,
+        cache: Cache | None = None,
+        ttl: float = 60.0,
+    ) -> None:
+        self._source = source
+        self._model = _Model(model)
+        if cache is not None and self._model.mapper is None:
+            raise ConfigurationError(f"only rows of mapped classes can be cached, and {self._model.name} is a table")
+        self._cache = cache
+        self._ttl = ttl
+        self._made: tuple[AsyncEngine, async_sessionmaker[Any]] | None = None
+        self._cached: tuple[async_sessionmaker[Any], ReadCache] | None = None
+
+    async def get(self, key: Any, *, tenant: str | None = None) -> T | None:
+        """The row with this primary key (a tuple if it has several columns), or None."""
+        identity = self._model.identity(key)
+        async with self._session(tenant) as session:
+            if self._cache is not None:
+                cached = self._read_cache(self._cache)
+                found: T | None = await cached.peek(session.sync_session, self._model.model, identity, _never)
+                return None if found is None or self._model.is_tombstone(found) else found
+            statement = self._model.select(session).where(
+                *(column == value for column, value in zip(self._model.primary_key, identity, strict=True))
+            )
+            row = (await session.execute(statement)).unique().one_or_none()
+        return None if row is None else self._model.item(row)
+
+    async def page(
+        self,
+        *,
+        where: Sequence[ColumnElement[bool]] = (),
+        order_by: Sequence[Any] = (),
+        limit: int = 50,
+        after: str | None = None,
+        tenant: str | None = None,
+    ) -> Page[T]:
+        """Up to ``limit`` rows in this order, after those that a cursor says.
+
+        ``order_by`` takes columns of the class, each with ``.desc()`` or without; NULLs come last. The primary key is
+        added to it, so that rows with the same values have an order too.
+        """
+        if not 1 <= limit <= MAX_LIMIT:
+            raise ConfigurationError(f"limit is 1 to {MAX_LIMIT}, got {limit}")
+        order = _Order(self._model, order_by)
+        start = None if after is None else order.values_of(after)
+        async with self._session(tenant) as session:
+            dialect = self._model.dialect(session)
+            statement = self._model.select(session, *(term.column for term in order.terms)).where(*where)
+            if start is not None:
+                statement = statement.where(order.beyond(start, dialect))
+            statement = statement.order_by(*order.clauses(dialect)).limit(limit + 1)
+            rows = await _rows(session, statement, is_continued=start is not None)
+        there = rows[:limit]
+        following = order.cursor(self._model.values(there[-1], order.terms)) if len(rows) > limit else None
+        return Page([self._model.item(row) for row in there], following)
+
+    async def all(
+        self,
+        *,
+        where: Sequence[ColumnElement[bool]] = (),
+        order_by: Sequence[Any] = (),
+        portion: int = 500,
+        tenant: str | None = None,
+    ) -> AsyncIterator[T]:
+        """All rows in this order, read in pages of ``portion``. No connection is held while you work on them."""
+        after: str | None = None
+        while True:
+            page = await self.page(where=where, order_by=order_by, limit=portion, after=after, tenant=tenant)
+            for item in page.items:
+                yield item
+            if page.next is None:
+                return
+            after = page.next
+
+    async def forget(self, *keys: Any, tenant: str | None = None) -> None:
+        """Drop these rows from the cache. For whoever has changed them, after the commit."""
+        if self._cache is None or not keys:
+            return
+        async with self._session(tenant) as session:
+            owner = self._model.tenant(session)
+        await self._cache.delete([_key(self._model.model, owner, self._model.identity(key)) for key in keys])
+
+    @asynccontextmanager
+    async def _session(self, tenant: str | None) -> AsyncIterator[AsyncSession]:
+        """A session of this tenant. It connects when it is used, and ends with a rollback."""
+        async with self._sessions()() as session:
+            Tenancy().assign(session.sync_session, tenant)
+            yield session
+
+    def _sessions(self) -> async_sessionmaker[Any]:
+        if isinstance(self._source, async_sessionmaker):
+            return self._source
+        engine = self._source if isinstance(self._source, AsyncEngine) else self._source.engine
+        if self._made is None or self._made[0] is not engine:  # a box that was started again has another one
+            made = async_sessionmaker(_for_reading(engine))
+            self._made = engine, made if isinstance(self._source, AsyncEngine) else self._source.bind(made)
+        return self._made[1]
+
+    def _read_cache(self, cache: Cache) -> ReadCache:
+        sessions = self._sessions()
+        if self._cached is None or self._cached[0] is not sessions:
+            self._cached = sessions, ReadCache(cache, _unscoped(sessions), ttl=self._ttl)
+        return self._cached[1]
+
+
+def _for_reading(engine: AsyncEngine) -> AsyncEngine:
+    """On SQLite a box begins all transactions as a writer. One statement needs no transaction, nor a turn to write."""
+    return engine.execution_options(isolation_level="AUTOCOMMIT") if engine.dialect.name == "sqlite" else engine
+
+
+def _unscoped(sessions: async_sessionmaker[Any]) -> async_sessionmaker[Any]:
+    """Sessions like these for ReadCache, whose statements have the condition on the tenant in a form of their own."""
+    settings = {**sessions.kw, "info": {**sessions.kw.get("info", {}), UNSCOPED: True}}
+    return async_sessionmaker(class_=sessions.class_, **settings)
+
+
+async def _never() -> None:
+    """ReadCache reads for itself."""
+
+
+async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: bool) -> Sequence[Row[Any]]:
+    try:
+        result: Result[Any] = await session.execute(statement)
+        return result.unique().all()
+    except (StatementError, OverflowError) as error:
+        # A cursor may be made up, of the right shape and with values that no such column can have.
+        refused = not isinstance(error, DBAPIError) or classify(error) is Failure.POISON
+        if is_continued and refused:
+            raise InvalidCursorError("the cursor holds values that the database does not take") from error
+        raise
+
+
+class _Model:
+    """What is read: a mapped class or a table."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.mapper: Mapper[Any] | None = None if isinstance(model, Table) else inspect(model)
+        self.name: str = model.name if isinstance(model, Table) else model.__name__
+        if isinstance(model, Table):
+            if model in scoped_tables:
+                raise ConfigurationError(f"{self.name} belongs to tenants: give its mapped class instead")
+            self.primary_key: Sequence[Any] = tuple(model.primary_key)
+        else:
+            self.primary_key = [self.attribute(column) for column in inspect(model).primary_key]
+        if not self.primary_key:
+            raise ConfigurationError(f"{self.name} has no primary key, and rows cannot be told apart without one")
+        self._is_scoped = isinstance(model, type) and issubclass(model, TenantScoped)
+        self._deleted = self._tombstone()
+
+    def attribute(self, column: Any) -> Any:
+        """The column as it stands in statements; `ConfigurationError` if it is not one of ours."""
+        try:
+            if self.mapper is not None:
+                return getattr(self.model, self.mapper.get_property_by_column(column).key)
+            if self.model.c.contains_column(column):
+                return column
+        except UnmappedColumnError:
+            pass
+        raise ConfigurationError(f"order_by takes columns of {self.name}, got {column}")
+
+    def identity(self, key: Any) -> tuple[Any, ...]:
+        identity = key if isinstance(key, tuple) else (key,)
+        if len(identity) != len(self.primary_key):
+            raise ConfigurationError(f"the key of {self.name} has {len(self.primary_key)} columns, got {key!r}")
+        return identity
+
+    def tenant(self, session: AsyncSession) -> str | None:
+        return tenant_for(session.sync_session, self.name) if self._is_scoped else None
+
+    def dialect(self, session: AsyncSession) -> str:
+        table = self.model if self.mapper is None else None
+        return session.sync_session.get_bind(self.mapper, clause=table).dialect.name
+
+    def select(self, session: AsyncSession, *more: Any) -> Select[Any]:
+        """All that this session may see. ``more`` columns are at the end of a mapped class's rows."""
+        statement = select(self.model) if self.mapper is None else select(self.model, *more)
+        if self._is_scoped:  # a session of a box does it, too; one of somebody's own does not
+            statement = statement.where(self.model.tenant_id == self.tenant(session))
+        return statement if self._deleted is None else statement.where(self._deleted.is_not(true()))
+
+    def item(self, row: Row[Any]) -> Any:
+        return row if self.mapper is None else row[0]
+
+    def values(self, row: Row[Any], terms: Sequence[_Term]) -> Sequence[Any]:
+        return row[1:] if self.mapper is not None else [row._mapping[term.column] for term in terms]
+
+    def is_tombstone(self, item: Any) -> bool:
+        return self._deleted is not None and bool(item.deleted)
+
+    def _tombstone(self) -> Any:
+        found = self.model.c.get("deleted") if self.mapper is None else getattr(self.model, "deleted", None)
+        return found if isinstance(getattr(found, "type", None), Boolean) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """A column that rows are sorted by."""
+
+    column: Any
+    falls: bool
+    is_nullable: bool
+
+    def beyond(self, value: Any) -> ColumnElement[bool]:
+        """Comes after this value. NULLs are the last."""
+        if value is None:
+            return false()
+        after = self.column < self._literal(value) if self.falls else self.column > self._literal(value)
+        return or_(after, self.column.is_(None)) if self.is_nullable else after
+
+    def same(self, value: Any) -> ColumnElement[bool]:
+        same: ColumnElement[bool] = self.column.is_(None) if value is None else self.column == self._literal(value)
+        return same
+
+    def clauses(self, dialect: str) -> Sequence[Any]:
+        clause = self.column.desc() if self.falls else self.column.asc()
+        if not self.is_nullable:
+            return [clause]
+        # MySQL has no NULLS LAST; elsewhere it leaves the index of use.
+        return [self.column.is_(None), clause] if dialect in ("mysql", "mariadb") else [clause.nulls_last()]
+
+    def _literal(self, value: Any) -> Any:
+        return literal(value, self.column.type)
+
+
+class _Order:
+    """The order of a query, and the cursors that go with it."""
+
+    def __init__(self, model: _Model, order_by: Sequence[Any]) -> None:
+        given = [_term(model, each) for each in order_by]
+        falls = given[-1].falls if given else False  # as before it: then one index serves them all
+        keys = [_Term(column, falls, is_nullable=False) for column in model.primary_key]
+        terms = dict[str, _Term]()
+        for term in (*given, *keys):
+            terms.setdefault(term.column.key, term)  # a second time it has no effect
+        self.terms = tuple(terms.values())
+        said = [model.name, *((term.column.key, term.falls) for term in self.terms)]
+        self._mark = hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()
+        self._values: Any = tuple[tuple(_kind(term) for term in self.terms)]  # type: ignore[misc]
+
+    def clauses(self, dialect: str) -> list[Any]:
+        return [clause for term in self.terms for clause in term.clauses(dialect)]
+
+    def beyond(self, values: Sequence[Any], dialect: str) -> ColumnElement[bool]:
+        """Comes after these values."""
+        first = self.terms[0]
+        if dialect in ("postgresql", "sqlite") and all(
+            term.falls == first.falls and not term.is_nullable for term in self.terms
+        ):
+            ours = tuple_(*(term.column for term in self.terms))
+            last = tuple_(*(literal(value, term.column.type) for term, value in zip(self.terms, values, strict=True)))
+            return ours < last if first.falls else ours > last
+        ways, same = [], list[ColumnElement[bool]]()
+        for term, value in zip(self.terms, values, strict=True):
+            ways.append(and_(*same, term.beyond(value)))
+            same.append(term.same(value))
+        return or_(*ways)
+
+    def cursor(self, values: Sequence[Any]) -> str:
+        """Where the row with these values is."""
+        try:
+            cursor = urlsafe_b64encode(msgspec.json.encode((self._mark, tuple(values)))).rstrip(b"=").decode()
+            if self.values_of(cursor) == tuple(values):
+                return cursor
+        except (InvalidCursorError, TypeError, ValueError):
+            pass
+        names = ", ".join(term.column.key for term in self.terms)
+        raise ConfigurationError(f"order_by: a cursor cannot carry the values of {names} exactly: {values!r}")
+
+    def values_of(self, cursor: str) -> tuple[Any, ...]:
+        """The values that a cursor holds."""
+        if not isinstance(cursor, str):
+            raise InvalidCursorError(f"a cursor is a text, got {type(cursor).__name__}")
+        try:
+            said = urlsafe_b64decode(cursor.encode("ascii") + b"=" * (-len(cursor) % 4))
+            mark, values = msgspec.json.decode(said, type=tuple[str, msgspec.Raw])
+            if mark == self._mark:
+                found: tuple[Any, ...] = msgspec.json.decode(values, type=self._values)
+                return found
+        except (UnicodeError, binascii.Error, msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidCursorError(f"the cursor cannot be read: {error}") from None
+        raise InvalidCursorError("the cursor is of another query: it goes with the order that it was given out for")
+
+
+def _term(model: _Model, given: Any) -> _Term:
+    expression, falls = getattr(given, "expression", given), False
+    if isinstance(expression, UnaryExpression) and expression.modifier in (asc_op, desc_op):
+        expression, falls = expression.element, expression.modifier is desc_op
+    if not isinstance(expression, Column):
+        raise ConfigurationError(f"order_by takes columns of {model.name}, with .desc() or without, got {given}")
+    return _Term(model.attribute(expression), falls, bool(expression.nullable))
+
+
+_KINDS = (bool, int, float, str, bytes, Decimal, UUID, date, datetime, time)
+
+
+def _kind(term: _Term) -> Any:
+    """What the column gives, for the decoder of cursors."""
+    kind = term.column.type.impl_instance if isinstance(term.column.type, TypeDecorator) else term.column.type
+    if isinstance(kind, Float) and not isinstance(kind, Double):
+        raise ConfigurationError(f"order_by: {term.column.key} is a Float, which MySQL rounds: use Double or Numeric")
+    try:
+        found = kind.python_type
+    except NotImplementedError:
+        found = object
+    if not (found in _KINDS or issubclass(found, Enum)):
+        raise ConfigurationError(f"order_by: {term.column.key} has a type that no cursor can carry")
+    return Optional[found] if term.is_nullable else found  # noqa: UP045  it is a value here
