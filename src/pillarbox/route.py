@@ -195,6 +195,16 @@ def _surely_not_async(method: object) -> bool:
     return not any(each in returns for each in ("Awaitable", "Coroutine", "Future", "Task"))
 
 
+def topic_pattern(topic: str) -> re.Pattern[str] | None:
+    """What the topics look like that a template, as routes have it, may come to; None if it is a plain name."""
+    if "{" not in topic:
+        return None
+    parts = re.split(r"\{(?:" + "|".join(PLACEHOLDERS) + r")\}", topic)
+    if any(set("{}") & set(part) for part in parts):
+        raise ConfigurationError(f"the topic {topic!r} may use {{tenant}} and {{aggregate}}, and no other braces")
+    return re.compile(TOPIC_PART.pattern.join(map(re.escape, parts)))
+
+
 class Origin(msgspec.Struct, frozen=True):
     """Where a raised event comes from: the aggregate, or just a key."""
 

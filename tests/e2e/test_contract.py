@@ -34,6 +34,11 @@ def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
 
 
+@pytest.mark.parametrize("kind", SYNC)
+def test_consumer(fresh_database: FreshDatabase, kind: str) -> None:
+    assert "3 invoices from 4 orders delivered twice; 1 rejected" in run("consumer.py", fresh_database(kind).url())
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["embedded", "mariadb"])
 def test_pulsar_exactly_once(fresh_database: FreshDatabase, pulsar: Pulsar, kind: str) -> None:
@@ -50,3 +55,4 @@ def test_without_a_database_twice_in_a_row(
     for _ in range(2):
         assert "2 sent, in order" in run("quickstart.py")
         assert "2 sent, in order" in run("own_session.py")
+        assert "3 invoices from 4 orders delivered twice" in run("consumer.py")

@@ -564,6 +564,30 @@ async def test_its_place_is_written_down_and_the_inbox_forgets(box: Pillarbox) -
     assert kept == 0
 
 
+async def test_a_handler_may_take_longer_than_the_brokers_deadline(sqlite_database: Database) -> None:
+    engine = create_async_engine(sqlite_database.url())
+    broker = MemoryTransport(ack_deadline=0.1)
+    routes = [Route("test.consumer.asked", to="broker", topic=TOPIC)]
+    async with Pillarbox(engine, transports={"broker": broker}, routes=routes, shards=2) as box:
+        await box.migrate()
+        consumer = box.consumer("slow", source="broker", topics=[TOPIC])
+        calls: list[int] = []
+
+        @consumer.on(Asked)
+        async def dawdle(event: Asked) -> None:
+            calls.append(event.number)
+            await asyncio.sleep(0.5)  # five deadlines
+
+        await ask(box, ("a", 1))
+        other = await broker.subscribe([TOPIC], "slow")
+        draining = asyncio.create_task(consumer.drain())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(other.receive(1), 0.4)
+        await draining
+        assert calls == [1]
+    await engine.dispose()
+
+
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any
 from uuid import uuid4
@@ -25,19 +23,7 @@ from pillarbox.transport import Message, Received, Subscription
 from pillarbox.transports.pulsar import Certificate, PulsarSubscriber, PulsarTransport, Token
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.names import TopicName
-
-
-@dataclass(frozen=True)
-class Pulsar:
-    url: str
-    admin_url: str
-
-
-@pytest.fixture(scope="session")
-def pulsar() -> Pulsar:  # replaced by tests/conftest.py on merge
-    if "PULSAR_URL" not in os.environ:
-        pytest.skip("PULSAR_URL and PULSAR_ADMIN_URL name no broker")
-    return Pulsar(os.environ["PULSAR_URL"], os.environ["PULSAR_ADMIN_URL"])
+from tests.servers import Pulsar
 
 
 @pytest.fixture

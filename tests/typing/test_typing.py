@@ -15,7 +15,7 @@ def mypy(*arguments: str, cwd: Path) -> list[str]:
 
 
 def test_the_contract_programs(tmp_path: Path) -> None:
-    programs = ("quickstart.py", "own_session.py", "pulsar_exactly_once.py")
+    programs = ("quickstart.py", "own_session.py", "consumer.py", "pulsar_exactly_once.py")
     for program in programs:
         (tmp_path / program).write_text((CONTRACT / program).read_text())
     # One of them reads by the official client, which has no types: the one thing that a user's checker must be told.

@@ -63,7 +63,7 @@ class ReadCache(Interceptor):
     ) -> Any:
         columns, identity = _columns_of(model), ident if isinstance(ident, tuple) else (ident,)
         tenant = tenant_for(session, model.__name__) if issubclass(model, TenantScoped) else None
-        key = _key(model, tenant, identity)
+        key = cache_key(model, tenant, identity)
         found = (await self._cache.get([key])).get(key)
         if isinstance(found, bytes):
             try:
@@ -90,7 +90,7 @@ class ReadCache(Interceptor):
         # A database may find a row by an id that it does not hold like that ("1" for 1): nobody would forget that key.
         identity = [getattr(row, name) for name in columns.key_names]
         value = columns.encode(row)
-        if value is not None and _key(columns.model, tenant, identity) == ticket.key:
+        if value is not None and cache_key(columns.model, tenant, identity) == ticket.key:
             await self._cache.set({ticket: value}, ttl=self._ttl)
 
 
@@ -153,7 +153,8 @@ def _type_of(column: Column[Any]) -> Any:
     return Any if python_type in (dict, object) else Optional[python_type]  # noqa: UP045  it is a value here
 
 
-def _key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
+def cache_key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
+    """Where the cache keeps an entity."""
     return msgspec.json.encode([f"{model.__module__}.{model.__qualname__}", tenant, *identity]).decode()
 
 
@@ -171,7 +172,7 @@ class _Watch:
         for entity in (*session.dirty, *session.deleted):
             if isinstance(entity, self._model):
                 tenant = entity.tenant_id if isinstance(entity, TenantScoped) else None
-                self._changed.add(_key(self._model, tenant, inspect(entity).identity or ()))
+                self._changed.add(cache_key(self._model, tenant, inspect(entity).identity or ()))
 
     def _ended(self, _session: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None and self._changed:

@@ -59,7 +59,7 @@ from sqlalchemy.sql.operators import asc_op, desc_op
 from ..cache import Cache
 from ..consumers.failure import Failure, classify
 from ..errors import ConfigurationError, PillarboxError
-from ..interceptors.read_cache import ReadCache, _key
+from ..interceptors.read_cache import ReadCache, cache_key
 from ..scope import TenantScoped, scoped_tables
 from ..tenancy import UNSCOPED, Tenancy, tenant_for
 
@@ -202,7 +202,7 @@ class ReadDao(Generic[T]):
             return
         async with self._session(tenant) as session:
             owner = self._model.tenant(session)
-        await self._cache.delete([_key(self._model.model, owner, self._model.identity(key)) for key in keys])
+        await self._cache.delete([cache_key(self._model.model, owner, self._model.identity(key)) for key in keys])
 
     @asynccontextmanager
     async def _session(self, tenant: str | None) -> AsyncIterator[AsyncSession]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from ..route import topic_pattern
 from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
 
 _Found = TypeVar("_Found")
@@ -134,12 +135,24 @@ class MemoryTransport:
     # -- subscriber ----------------------------------------------------------------------------------------------------
 
     async def subscribe(self, topics: Sequence[str], group: str) -> MemorySubscription:
-        """Join a group. A new one begins with the first message of each topic."""
+        """Join a group. A new one begins with the first message of each topic. A topic may be a template, such as
+        ``orders.{tenant}``: then all that look like it are meant, those that come later too.
+        """
         self._check()
+        subscription = MemorySubscription(self, topics, group)
+        subscription.backlog()  # a group is there from now on
+        return subscription
+
+    def _open_in(self, topics: Sequence[str], group: str) -> list[_Open]:
+        """What a group has not acknowledged, by topic."""
+        names: dict[str, None] = {}
         for topic in topics:
-            if group not in self._groups[topic]:
-                self._groups[topic][group] = dict.fromkeys(map(_Copy, self.sent(topic)))
-        return MemorySubscription(self, [self._groups[topic][group] for topic in topics])
+            pattern = topic_pattern(topic)
+            names |= dict.fromkeys([topic] if pattern is None else filter(pattern.fullmatch, self._topics))
+        for name in names:
+            if group not in self._groups[name]:
+                self._groups[name][group] = dict.fromkeys(map(_Copy, self.sent(name)))
+        return [self._groups[name][group] for name in names]
 
     def _deliver(self, topic: str, messages: Sequence[Message]) -> None:
         for copies in self._groups[topic].values():
@@ -169,10 +182,15 @@ class MemoryTransport:
 class MemorySubscription:
     """A member of a group. While it holds messages of a key, no other member gets later ones."""
 
-    def __init__(self, broker: MemoryTransport, topics: Sequence[_Open]) -> None:
+    def __init__(self, broker: MemoryTransport, topics: Sequence[str], group: str) -> None:
         self._broker = broker
-        self._topics = topics
+        self._names = [*topics]
+        self._group = group
         self._closed = False
+
+    @property
+    def _topics(self) -> list[_Open]:
+        return self._broker._open_in(self._names, self._group)
 
     async def receive(self, limit: int) -> Sequence[Received]:
         return await self._broker._until(lambda: self._take(limit))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from itertools import count
 from typing import Any, Literal
 
 from ...errors import ConfigurationError
+from ...route import topic_pattern
 from ...transport import Message, Received
 from . import official
 from .address import parse_address
@@ -34,6 +36,8 @@ _KINDS = {"key_shared": "KeyShared", "failover": "Failover", "exclusive": "Exclu
 _STARTS = {"earliest": "Earliest", "latest": "Latest"}
 _IDLE = 5.0
 """Seconds without a message after which a broker is reminded of us."""
+_DISCOVERY = 5
+"""Seconds between two looks for new topics that fit a template."""
 _FAREWELL = 2.0
 """Seconds that the broker may take to answer a goodbye: it lets go of a lost connection by itself."""
 
@@ -93,20 +97,20 @@ class PulsarSubscriber:
 
     async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
         """Join a group. A `ConnectionError` says why the broker does not let us in."""
-        if not (names := {str(TopicName.parse(topic)): topic for topic in topics}):
-            raise ConfigurationError(f"group {group!r} subscribes to no topic")
+        topic, names = _subscribed(topics, group)
         await self._credentials.secret()  # if there is none to be had, here it says why
         pulsar = self._pulsar
         client = official.new_client(self._url, self._credentials, self._tls)
         try:
             consumer = await asyncio.to_thread(
                 client.subscribe,
-                [*names] if len(names) > 1 else next(iter(names)),
+                topic,
                 group,
                 getattr(pulsar.ConsumerType, _KINDS[self._kind]),
                 receiver_queue_size=self._prefetch,
                 initial_position=getattr(pulsar.InitialPosition, _STARTS[self._start]),
                 batch_index_ack_enabled=True,
+                pattern_auto_discovery_period=_DISCOVERY,
             )
         except BaseException as error:
             # Whoever still waits for the broker in that thread is thrown out by it; it may ask us for a token before.
@@ -278,7 +282,8 @@ class PulsarSubscription:
         topic = self._names.get(physical)
         partition = ""
         if topic is None:
-            partition, topic = physical, self._names[_whole(physical)]
+            whole = _whole(physical)
+            partition, topic = (physical if whole != physical else ""), self._names.get(whole) or _called(whole)
         message = Message(topic, found.partition_key(), found.data(), found.properties(), place=partition)
         order = next(self._orders)
         return Copy(
@@ -303,6 +308,31 @@ class PulsarSubscription:
     def _say_goodbye(self) -> None:
         with suppress(self._pulsar.PulsarException):
             self._consumer.close()
+
+
+def _subscribed(topics: Sequence[str], group: str) -> tuple[Any, dict[str, str]]:
+    """What the client is to subscribe to, and what the user calls it. Several plain topics, or one template: the client
+    knows nothing between.
+    """
+    patterns = [topic for topic in topics if topic_pattern(topic) is not None]
+    if not topics or (patterns and len(topics) > 1):
+        raise ConfigurationError(f"group {group!r} subscribes to topics, or to one template of a topic, got {topics!r}")
+    if not patterns:
+        names = {str(TopicName.parse(topic)): topic for topic in topics}
+        return ([*names] if len(names) > 1 else next(iter(names))), names
+    head, slash, template = topics[0].rpartition("/")
+    pattern = topic_pattern(template)
+    if pattern is None or "{" in head:
+        raise ConfigurationError(
+            f"{topics[0]!r}: Pulsar finds topics of one namespace; use {{tenant}} in its last part"
+        )
+    namespace = str(TopicName.parse(f"{head}{slash}any")).removesuffix("any")
+    return re.compile(namespace + pattern.pattern), {}
+
+
+def _called(whole: str) -> str:
+    """A topic that was found by a template, as a route calls it."""
+    return whole.removeprefix("persistent://public/default/")
 
 
 @lru_cache(maxsize=4_096)

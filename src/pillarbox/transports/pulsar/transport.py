@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from ...errors import ConfigurationError
 from ...transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
@@ -26,6 +26,9 @@ from .entries import Compression, Cut, Cutter
 from .frames import Entry
 from .names import TopicName, partition_of
 from .producer import Answers, Producer
+
+if TYPE_CHECKING:
+    from .subscriber import PulsarSubscription
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
 
@@ -133,6 +136,7 @@ class PulsarTransport:
             address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive, listener_name=listener_name
         )
         self.admin = PulsarAdmin(admin_url, credentials, tls) if admin_url is not None else None
+        self._reading = (url, credentials, tls)
         self._timeout = timeout
         self._producers: dict[str, dict[str, Producer]] = {}
         """By name, then by physical topic."""
@@ -307,6 +311,13 @@ class PulsarTransport:
                 return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{place}: {why}")
         answered = await asyncio.gather(*(self._publish(held[place], some, where) for place, some, where in parts))
         return _outcome(answered)
+
+    async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
+        """Receive from the same cluster, as a key_shared member of a group. `PulsarSubscriber` can do more."""
+        from .subscriber import PulsarSubscriber  # noqa: PLC0415  the official client is for those who receive
+
+        url, credentials, tls = self._reading
+        return await PulsarSubscriber(url, credentials=credentials, tls=tls).subscribe(topics, group)
 
     async def close(self, producer: str | None = None) -> None:
         owners = list(self._producers) if producer is None else [producer]
