@@ -572,17 +572,21 @@ async def test_a_handler_may_take_longer_than_the_brokers_deadline(sqlite_databa
         await box.migrate()
         consumer = box.consumer("slow", source="broker", topics=[TOPIC])
         calls: list[int] = []
+        begun, go = asyncio.Event(), asyncio.Event()
 
         @consumer.on(Asked)
         async def dawdle(event: Asked) -> None:
             calls.append(event.number)
-            await asyncio.sleep(0.5)  # five deadlines
+            begun.set()
+            await go.wait()
 
         await ask(box, ("a", 1))
-        other = await broker.subscribe([TOPIC], "slow")
         draining = asyncio.create_task(consumer.drain())
+        await asyncio.wait_for(begun.wait(), 10)
+        other = await broker.subscribe([TOPIC], "slow")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(other.receive(1), 0.4)
+            await asyncio.wait_for(other.receive(1), 0.5)  # five deadlines
+        go.set()
         await draining
         assert calls == [1]
     await engine.dispose()
