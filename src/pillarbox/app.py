@@ -54,6 +54,7 @@ from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
 _Prepared = tuple[Engine, tuple[RouteRecord, ...]]
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
+_Found = TypeVar("_Found")
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 
@@ -458,6 +459,16 @@ class Pillarbox:
                 yield letter
             if not page:
                 return
+
+    async def within(self, uow: UnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Call a function of a connection, in the transaction of a unit of work."""
+        # Not by the session's own method: this is no statement of the user's.
+        return await uow.session.run_sync(lambda session: function(Session.connection(session), *arguments))
+
+    async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
+        """Call a function of a connection, in a transaction of its own, which is committed."""
+        async with self.engine.begin() as connection:
+            return await connection.run_sync(function, *arguments, **options)
 
     @property
     def takes_turns(self) -> bool:

@@ -270,10 +270,9 @@ class Consumer:
 
     async def register(self) -> None:
         """Let people see that there is such a consumer."""
-        async with self._home.engine.begin() as connection:
-            await connection.run_sync(
-                stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
-            )
+        await self._home.apart(
+            stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
+        )
 
     async def _register_patiently(self) -> None:
         """A consumer may start before its database."""
@@ -299,25 +298,24 @@ class Consumer:
         """Write down how far we have come, and let the inbox forget what it need not know."""
         tally, position = replace(self._report.tally), self._report.position
         try:
-            async with self._home.engine.begin() as connection:
-                held = await connection.run_sync(self._letters.count, LetterFilter(self.name, kinds=(LetterKind.HELD,)))
-                await connection.run_sync(
-                    stored.report_position,
-                    self.name,
-                    handled=tally.handled - self._told.handled,
-                    last_event_id=position.event_id,
-                    last_occurred_at=position.occurred_at,
-                    lag=self._lag(),
-                    held=sum(held.values()),
-                )
-            async with self._home.engine.begin() as connection:
-                await connection.run_sync(
-                    lambda it: self._inbox.prune(it, self.identify(it), self._terms.retention, PRUNED_AT_ONCE)
-                )
+            held = await self._home.apart(self._letters.count, LetterFilter(self.name, kinds=(LetterKind.HELD,)))
+            await self._home.apart(
+                stored.report_position,
+                self.name,
+                handled=tally.handled - self._told.handled,
+                last_event_id=position.event_id,
+                last_occurred_at=position.occurred_at,
+                lag=self._lag(),
+                held=sum(held.values()),
+            )
+            await self._home.apart(self._prune)
         except Exception as error:
             logger.debug("consumer %s: nothing noted: %s", self.name, redacted(str(error)))
         else:
             self._told = tally
+
+    def _prune(self, connection: Connection) -> int:
+        return self._inbox.prune(connection, self.identify(connection), self._terms.retention, PRUNED_AT_ONCE)
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
         """Seconds since the oldest event at hand occurred."""

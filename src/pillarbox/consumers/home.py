@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..codecs import Codecs
 from ..outbox import Delivery
@@ -14,6 +14,8 @@ from ..route import Router
 from ..telemetry import Signals
 from ..transport import Publisher
 from ..unit_of_work import UnitOfWork
+
+_Found = TypeVar("_Found")
 
 OUTBOX = "outbox"
 """The source of consumers that need no broker."""
@@ -48,11 +50,6 @@ class Home(Protocol):
         ...
 
     @property
-    def engine(self) -> AsyncEngine:
-        """The database of the inbox and of the effects."""
-        ...
-
-    @property
     def takes_turns(self) -> bool:
         """Whether the database has one writer at a time."""
         ...
@@ -61,6 +58,14 @@ class Home(Protocol):
         self, *, tenant: str | None = None, timeout: float | None = None, new_transaction: bool = False
     ) -> UnitOfWork:
         """See `Pillarbox.unit_of_work`."""
+        ...
+
+    async def within(self, uow: UnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Call a function of a connection, in the transaction of a unit of work."""
+        ...
+
+    async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
+        """Call a function of a connection, in a transaction of its own, which is committed."""
         ...
 
     def relay_to(self, consumer: str, destination: Publisher) -> Relay:

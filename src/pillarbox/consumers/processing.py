@@ -15,7 +15,6 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection
-from sqlalchemy.orm import Session
 
 from .. import clock
 from ..errors import EventError, UnknownEventError
@@ -139,7 +138,7 @@ class Processor:
         tenant = opened[0].work.tenant
         began = clock.current().monotonic()
         async with self._home.unit_of_work(tenant=tenant, new_transaction=True) as uow:
-            admissions = await uow.session.run_sync(self._admit, tenant, [found.arrival for found in opened])
+            admissions = await self._home.within(uow, self._admit, tenant, [found.arrival for found in opened])
             new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
             with self._report.processing(new):
                 await self._effects.apply(uow, new)
@@ -149,9 +148,7 @@ class Processor:
         if altered := [found for found, it in zip(opened, admissions, strict=True) if it is Admission.ALTERED]:
             await self._park([found.quarantined() for found in altered])
 
-    def _admit(self, session: Session, tenant: str | None, arrivals: Sequence[Arrival]) -> Sequence[Admission]:
-        # Not by the session's own method: what we do is no statement of the user's.
-        connection = Session.connection(session)
+    def _admit(self, connection: Connection, tenant: str | None, arrivals: Sequence[Arrival]) -> Sequence[Admission]:
         return self._inbox.admit(connection, self._identify(connection), tenant, arrivals)
 
     def _open(self, work: Work) -> _Readable | _Unfit | None:
@@ -230,8 +227,7 @@ class Processor:
 
     async def _park(self, unfit: Sequence[_Unfit]) -> None:
         """Write letters, each once, and what goes to the dead-letter topic, in one transaction."""
-        async with self._home.engine.begin() as connection:
-            written, deliveries, prepared = await connection.run_sync(self._write_letters, unfit)
+        written, deliveries, prepared = await self._home.apart(self._write_letters, unfit)
         if deliveries:
             self._home.posts.committed(deliveries, prepared)
         for letter in written:
@@ -277,28 +273,24 @@ class Processor:
         """Try an open letter once more: its effect and its closing are one transaction, so of two people who ask for it
         one succeeds. False if it is not open any more; what the handler raises is raised.
         """
-        async with self._home.engine.connect() as connection:
-            [*found] = await connection.run_sync(self._letters.find, LetterFilter(ids=(letter_id,)))
+        found = await self._home.apart(self._letters.find, LetterFilter(ids=(letter_id,)))
         if not found:
             return False
         letter = found[0]
         try:
             async with self._home.unit_of_work(tenant=letter.tenant, new_transaction=True) as uow:
-                taken = await uow.session.run_sync(lambda it: self._letters.take(Session.connection(it), letter_id))
+                taken = await self._home.within(uow, self._letters.take, letter_id)
                 if taken is None:
                     return False
                 incoming = self._reader.read(_as_edited(taken), taken.attempts + 1)
                 if incoming is not None:
                     with self._report.processing([incoming]):
                         await self._effects.apply(uow, [incoming])
-                await uow.session.run_sync(
-                    lambda it: self._letters.close(Session.connection(it), letter_id, LetterState.REDRIVEN)
-                )
+                await self._home.within(uow, self._letters.close, letter_id, LetterState.REDRIVEN)
         except Exception as error:
             kind = LetterKind.REJECTED if classify(error) is Failure.BUSINESS else letter.kind
             reason = str(error) if kind is LetterKind.REJECTED else f"{type(error).__name__}: {error}"
-            async with self._home.engine.begin() as connection:
-                await connection.run_sync(self._letters.failed, letter_id, kind, redacted(reason))
+            await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
         return True
 
