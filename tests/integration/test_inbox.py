@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import NotMigratedError, StoreError
-from pillarbox.inbox import Admission, Arrival, digest_of
+from pillarbox.inbox import Admission, Arrival, LetterFilter, LetterKind, LetterState, digest_of
 from pillarbox.stores import sqlite
 from pillarbox.stores.inbox import (
+    _PRUNE,
     ConsumerRecord,
     SqlInbox,
     consumers,
@@ -24,7 +25,9 @@ from pillarbox.stores.inbox import (
     report_position,
     set_generation,
 )
+from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.migrations import migrate
+from pillarbox.testing.conformance.inbox import letter, still_waiting
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
@@ -137,6 +140,30 @@ class TestAdmission:
                 assert (answers[:-1], answers[-1]) == ([Admission.DUPLICATE] * count, Admission.NEW)
                 assert len(seen) <= 3
 
+    @pytest.mark.parametrize(
+        ("kind", "driver"),
+        [("embedded", "psycopg"), ("embedded", "psycopg2"), ("mariadb", "pymysql"), ("sqlite", "pysqlite")],
+    )
+    def test_drivers_without_asyncio_can_do_it_too(self, fresh_database: FreshDatabase, kind: str, driver: str) -> None:
+        engine = create_engine(fresh_database(kind).url(driver))
+        sqlite.put_right(engine)
+        with engine.begin() as connection:
+            migrate(connection)
+            known, new = arrivals(3), arrivals(2)
+            for batch in (known[:1], known[1:]):
+                assert SqlInbox().admit(connection, 1, None, batch) == [Admission.NEW] * len(batch)
+            assert SqlInbox().admit(connection, 1, None, known[:1]) == [Admission.DUPLICATE]
+            changed = Arrival(known[0].event_id, 1, digest_of(b"other"))
+            assert SqlInbox().admit(connection, 1, None, [changed, *new, known[1]]) == [
+                *(Admission.ALTERED, Admission.NEW, Admission.NEW, Admission.DUPLICATE)
+            ]
+            assert SqlInbox().prune(connection, 1, timedelta(days=1), 10) == 0
+            [number] = SqlLetters().write(connection, [letter()])
+            found = SqlLetters().take(connection, number)
+            assert found is not None
+            assert (found.body, found.message.key) == (bytes(range(256)), "Käy ")
+        engine.dispose()
+
     async def test_h78_a_snapshot_that_is_older_than_the_row_lets_nothing_through(
         self, fresh_database: FreshDatabase
     ) -> None:
@@ -162,7 +189,93 @@ class TestAdmission:
             assert answers == [Admission.DUPLICATE] * 2 + [Admission.NEW] * 2
         await engine.dispose()
 
+    def test_h81_what_is_pruned_just_when_it_comes_again_is_still_a_duplicate(
+        self, postgres_database: Database
+    ) -> None:
+        engine = create_engine(postgres_database.url("psycopg"))
+        known, new = arrivals(1), arrivals(1)
+        with engine.begin() as connection:
+            migrate(connection)
+            SqlInbox().admit(connection, 1, None, known)
+
+        def prune(_connection: object, _cursor: object, statement: str, *_more: object) -> None:
+            if statement.lstrip().startswith("SELECT event_id"):
+                with engine.begin() as other:
+                    assert SqlInbox().prune(other, 1, timedelta(0), 10) == 1
+
+        with engine.begin() as connection:
+            event.listen(connection, "before_cursor_execute", prune)
+            answers = SqlInbox().admit(connection, 1, None, [*known, *new])
+        assert answers == [Admission.DUPLICATE, Admission.NEW]
+        engine.dispose()
+
     async def test_an_error_that_is_no_duplicate_is_passed_on(self, engine: AsyncEngine) -> None:
         missing: Any = None
         with pytest.raises(DBAPIError):
             await call(engine, SqlInbox().admit, 1, None, [Arrival(uuid4(), missing, digest_of(b""))])
+
+
+class TestPlans:
+    async def test_h81_pruning_walks_over_no_row_that_stays(self, postgres_database: Database) -> None:
+        engine = create_async_engine(postgres_database.url())
+        await call(engine, migrate)
+        async with engine.begin() as connection:
+            await connection.execute(text(_MANY))
+        async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            await connection.execute(text("ANALYZE pillarbox_inbox"))
+        asked = {"consumer": 1, "before": datetime.now(UTC) - timedelta(days=1), "limit": 100}
+        async with engine.begin() as connection:
+            explained = await connection.execute(text(f"EXPLAIN {_PRUNE['postgresql'].text}"), asked)
+            plan = "\n".join(explained.scalars())
+            assert "Index Scan using ix_pillarbox_inbox_at" in plan
+            assert "Seq Scan" not in plan
+            assert await connection.run_sync(SqlInbox().prune, 1, timedelta(days=1), 100) == 100
+        await engine.dispose()
+
+
+_MANY = """
+INSERT INTO pillarbox_inbox (consumer, tenant, event_id, schema_version, digest, at)
+SELECT 1, 'acme', gen_random_uuid(), 1, decode(md5(CAST(n AS text)), 'hex'), now() - n * interval '1 minute'
+FROM generate_series(1, 20000) AS n
+"""
+
+
+class TestLetters:
+    async def test_h89_a_letter_is_locked_by_transactions_of_sqlite_as_they_come(
+        self, sqlite_database: Database
+    ) -> None:
+        """By those of the standard driver, too, which begin with the first write."""
+        engine = create_async_engine(sqlite_database.url())
+        await call(engine, migrate)
+        [number] = await call(engine, SqlLetters().write, [letter()])
+        async with engine.begin() as connection:
+            assert await connection.run_sync(SqlLetters().take, number) is not None
+            second = asyncio.ensure_future(call(engine, SqlLetters().take, number))
+            await still_waiting(second)
+            assert await connection.run_sync(SqlLetters().close, number, LetterState.DISCARDED)
+        assert await asyncio.wait_for(second, 20) is None
+        await engine.dispose()
+
+    async def test_the_held_letters_of_a_key_are_found_by_an_index(self, postgres_database: Database) -> None:
+        engine = create_async_engine(postgres_database.url())
+        await call(engine, migrate)
+        wanted = LetterFilter(consumer="billing", tenant="acme", key="k", kinds=(LetterKind.HELD,))
+        seen: list[tuple[str, Any]] = []
+        async with engine.begin() as connection:
+            await connection.execute(text(_MANY_LETTERS))
+            await connection.execute(text("ANALYZE pillarbox_letters"))
+            event.listen(engine.sync_engine, "before_cursor_execute", lambda *given: seen.append(given[2:4]))
+            assert len(await connection.run_sync(SqlLetters().find, wanted)) == 1
+            statement, given = seen[-1]
+            plan = "\n".join((await connection.exec_driver_sql(f"EXPLAIN {statement}", given)).scalars())
+        assert "using ix_pillarbox_letters_key" in plan
+        await engine.dispose()
+
+
+_MANY_LETTERS = """
+INSERT INTO pillarbox_letters (consumer, kind, state, reason, tenant, event_type, schema_version, topic, key, headers,
+                               body, attempts)
+SELECT 'billing', 'held', CASE WHEN n % 10000 = 0 THEN 'open' ELSE 'redriven' END, '', 'acme', '', 1, 'orders',
+       CASE WHEN n = 10000 OR n % 2 = 1 THEN 'k' ELSE CAST(n AS text) END, '{}', '', 1
+FROM generate_series(1, 20000) AS n
+"""

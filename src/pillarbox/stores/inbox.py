@@ -8,13 +8,13 @@ two batches with the same messages wait for each other, and never each for the o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, bindparam, delete, select, text, tuple_, update
+from sqlalchemy import Connection, bindparam, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..errors import StoreError
@@ -53,17 +53,10 @@ class SqlInbox:
     def prune(self, connection: Connection, consumer: int, older_than: timedelta, limit: int) -> int:
         # The moment is a value, and no expression: an index serves no condition that could change from row to row.
         before = connection.scalar(select(from_now(-older_than.total_seconds())))
-        if connection.dialect.name in ("mysql", "mariadb"):
-            gone = connection.execute(_PRUNE_MYSQL, {"consumer": consumer, "before": before, "limit": limit})
-            return int(gone.rowcount)
-        old = (
-            select(inbox.c.tenant, inbox.c.event_id)
-            .where(inbox.c.consumer == consumer, inbox.c.at < before)
-            .order_by(inbox.c.at)
-            .limit(limit)
+        gone = connection.execute(
+            _PRUNE[connection.dialect.name], {"consumer": consumer, "before": before, "limit": limit}
         )
-        of_these = tuple_(inbox.c.tenant, inbox.c.event_id).in_(old)
-        return int(connection.execute(delete(inbox).where(inbox.c.consumer == consumer, of_these)).rowcount)
+        return int(gone.rowcount)
 
 
 def admissions(seen: Mapping[UUID, Seen], arrivals: Sequence[Arrival]) -> list[Admission]:
@@ -88,45 +81,67 @@ def admissions(seen: Mapping[UUID, Seen], arrivals: Sequence[Arrival]) -> list[A
 def _write(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> dict[UUID, Seen]:
     """Insert what is new, in one statement; what was there before comes back."""
     postgres = connection.dialect.name == "postgresql"
-    given = _arrays(arrivals) if postgres else _json(arrivals)
-    written = connection.execute(_INSERT_ARRAYS if postgres else _INSERT_JSON, {**place, **given}).all()
-    if len(written) == len(arrivals):
+    new = (_insert_postgres if postgres else _insert_sqlite)(connection, place, arrivals)
+    if new is None:
         return {}
-    new = {UUID(str(event_id)) for (event_id,) in written}
     refused = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in new}
-    ids = [str(event_id) for event_id in refused] if postgres else json.dumps([each.hex for each in refused])
+    ids = [*refused] if postgres else json.dumps([event_id.hex for event_id in refused])
     stored = _seen(connection.execute(_STORED_ARRAY if postgres else _STORED_JSON, {**place, "event_ids": ids}).all())
     # What was pruned in between had been dealt with: it is taken for what has come now.
     return {event_id: stored.get(event_id, (each.schema_version, each.digest)) for event_id, each in refused.items()}
 
 
-def _arrays(arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    return {
-        "event_ids": [str(arrival.event_id) for arrival in arrivals],
+def _insert_postgres(
+    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]
+) -> Collection[UUID] | None:
+    """The ids that were new; None if all were."""
+    if len(arrivals) == 1:
+        [one] = arrivals
+        given = {"event_id": one.event_id, "version": one.schema_version, "digest": one.digest}
+        return None if connection.execute(_INSERT_ONE, {**place, **given}).first() else ()
+    arrays = {
+        "event_ids": [arrival.event_id for arrival in arrivals],
         "versions": [arrival.schema_version for arrival in arrivals],
         "digests": [arrival.digest for arrival in arrivals],
     }
+    number, new = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
+    return None if number == len(arrivals) else {*(new or ())}
 
 
-def _json(arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    """JSON has no bytes: the digests, which are all of one length, come as one value."""
-    rows = [(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals]
-    return {"rows": json.dumps(rows), "digests": b"".join(arrival.digest for arrival in arrivals)}
+def _insert_sqlite(
+    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]
+) -> Collection[UUID] | None:
+    """The same. JSON has no bytes: the digests, which are all of one length, come as one value."""
+    rows = json.dumps([(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals])
+    digests = b"".join(arrival.digest for arrival in arrivals)
+    new = connection.scalars(_INSERT_JSON, {**place, "rows": rows, "digests": digests}).all()
+    return None if len(new) == len(arrivals) else {UUID(event_id) for event_id in new}
 
 
 def _seen(rows: Sequence[Any]) -> dict[UUID, Seen]:
     return {UUID(str(event_id)): (version, bytes(digest)) for event_id, version, digest in rows}
 
 
-_COLUMNS = "consumer, tenant, event_id, schema_version, digest"
-# One text for any number of rows, with few parameters: drivers prepare it once, and no limit of theirs is near.
-_INSERT_ARRAYS = text(f"""
+_KEY = "consumer, tenant, event_id"
+_COLUMNS = f"{_KEY}, schema_version, digest"
+_INSERT_ONE = text(f"""
 INSERT INTO pillarbox_inbox ({_COLUMNS})
-SELECT CAST(:consumer AS bigint), CAST(:tenant AS text), t.event_id, t.schema_version, t.digest
-FROM unnest(CAST(:event_ids AS uuid[]), CAST(:versions AS integer[]), CAST(:digests AS bytea[]))
-     AS t(event_id, schema_version, digest)
-ORDER BY t.event_id
-ON CONFLICT DO NOTHING RETURNING event_id
+VALUES (CAST(:consumer AS bigint), CAST(:tenant AS text), CAST(:event_id AS uuid), CAST(:version AS integer),
+        CAST(:digest AS bytea))
+ON CONFLICT DO NOTHING RETURNING schema_version
+""")  # noqa: S608  constants
+# One text for any number of rows, with few parameters: drivers prepare it once, and no limit of theirs is near. The ids
+# come back only if some are missing.
+_INSERT_ARRAYS = text(f"""
+WITH written AS (
+    INSERT INTO pillarbox_inbox ({_COLUMNS})
+    SELECT CAST(:consumer AS bigint), CAST(:tenant AS text), t.event_id, t.schema_version, t.digest
+    FROM unnest(CAST(:event_ids AS uuid[]), CAST(:versions AS integer[]), CAST(:digests AS bytea[]))
+         AS t(event_id, schema_version, digest)
+    ORDER BY t.event_id
+    ON CONFLICT DO NOTHING RETURNING event_id
+)
+SELECT count(*), CASE WHEN count(*) < CAST(:count AS bigint) THEN array_agg(event_id) END FROM written
 """)  # noqa: S608  constants
 _INSERT_JSON = text(f"""
 INSERT INTO pillarbox_inbox ({_COLUMNS})
@@ -197,9 +212,18 @@ def _number(error: DBAPIError) -> Any:
     return arguments[0] if arguments else None
 
 
-_PRUNE_MYSQL = text(
-    "DELETE FROM pillarbox_inbox WHERE consumer = :consumer AND at < :before ORDER BY at LIMIT :limit"
-).bindparams(bindparam("before", type_=inbox.c.at.type))
+# -- pruning -----------------------------------------------------------------------------------------------------------
+
+_OLD = "consumer = :consumer AND at < :before ORDER BY at LIMIT :limit"
+# PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
+_BY_PLACE = f"ctid = ANY (ARRAY(SELECT ctid FROM pillarbox_inbox WHERE {_OLD}))"  # noqa: S608  constants
+_BY_KEY = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {_OLD})"  # noqa: S608  constants
+_PRUNE = {
+    dialect: text(f"DELETE FROM pillarbox_inbox WHERE {old}").bindparams(  # noqa: S608  constants
+        bindparam("before", type_=inbox.c.at.type)
+    )
+    for dialect, old in (("postgresql", _BY_PLACE), ("mysql", _OLD), ("mariadb", _OLD), ("sqlite", _BY_KEY))
+}
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
