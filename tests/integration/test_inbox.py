@@ -18,6 +18,7 @@ from pillarbox.inbox import Admission, Arrival, LetterFilter, LetterKind, Letter
 from pillarbox.stores import sqlite
 from pillarbox.stores.inbox import (
     _PRUNE,
+    _STORED_ARRAY,
     ConsumerRecord,
     SqlInbox,
     consumers,
@@ -199,7 +200,7 @@ class TestAdmission:
             SqlInbox().admit(connection, 1, None, known)
 
         def prune(_connection: object, _cursor: object, statement: str, *_more: object) -> None:
-            if statement.lstrip().startswith("SELECT event_id"):
+            if statement.lstrip().startswith("SELECT"):
                 with engine.begin() as other:
                     assert SqlInbox().prune(other, 1, timedelta(0), 10) == 1
 
@@ -230,6 +231,18 @@ class TestPlans:
             assert "Index Scan using ix_pillarbox_inbox_at" in plan
             assert "Seq Scan" not in plan
             assert await connection.run_sync(SqlInbox().prune, 1, timedelta(days=1), 100) == 100
+        await engine.dispose()
+
+    async def test_duplicates_are_found_by_their_keys_before_there_are_any_statistics(
+        self, postgres_database: Database
+    ) -> None:
+        engine = create_async_engine(postgres_database.url())
+        await call(engine, migrate)
+        async with engine.begin() as connection:
+            await connection.execute(text(_MANY))
+            asked = {"consumer": 1, "tenant": "acme", "event_ids": [uuid4(), uuid4()]}
+            plan = "\n".join((await connection.execute(text(f"EXPLAIN {_STORED_ARRAY.text}"), asked)).scalars())
+        assert "using pillarbox_inbox_pkey" in plan
         await engine.dispose()
 
 

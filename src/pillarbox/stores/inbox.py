@@ -150,12 +150,20 @@ SELECT :consumer, :tenant, json_extract(t.value, '$[0]'), json_extract(t.value, 
 FROM json_each(:rows) AS t WHERE true
 ON CONFLICT DO NOTHING RETURNING event_id
 """)  # noqa: S608  constants
-_STORED = """
+# One row at a time, by the whole key: whatever PostgreSQL believes of the table, the primary key is the best way then.
+_STORED_ARRAY = text("""
+SELECT i.event_id, i.schema_version, i.digest
+FROM unnest(CAST(:event_ids AS uuid[])) AS t(event_id)
+CROSS JOIN LATERAL (
+    SELECT i.event_id, i.schema_version, i.digest FROM pillarbox_inbox i
+    WHERE i.consumer = :consumer AND i.tenant = :tenant AND i.event_id = t.event_id
+    LIMIT 1
+) i
+""")
+_STORED_JSON = text("""
 SELECT event_id, schema_version, digest FROM pillarbox_inbox
-WHERE consumer = :consumer AND tenant = :tenant AND event_id
-"""
-_STORED_ARRAY = text(f"{_STORED} = ANY (CAST(:event_ids AS uuid[]))")
-_STORED_JSON = text(f"{_STORED} IN (SELECT value FROM json_each(:event_ids))")  # noqa: S608  constants
+WHERE consumer = :consumer AND tenant = :tenant AND event_id IN (SELECT value FROM json_each(:event_ids))
+""")
 
 
 # -- MariaDB and MySQL -------------------------------------------------------------------------------------------------
@@ -216,7 +224,8 @@ def _number(error: DBAPIError) -> Any:
 
 _OLD = "consumer = :consumer AND at < :before ORDER BY at LIMIT :limit"
 # PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
-_BY_PLACE = f"ctid = ANY (ARRAY(SELECT ctid FROM pillarbox_inbox WHERE {_OLD}))"  # noqa: S608  constants
+_PLACES = f"SELECT ctid FROM pillarbox_inbox WHERE at > '-infinity' AND {_OLD}"  # noqa: S608  constants
+_BY_PLACE = f"ctid = ANY (ARRAY({_PLACES}))"
 _BY_KEY = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {_OLD})"  # noqa: S608  constants
 _PRUNE = {
     dialect: text(f"DELETE FROM pillarbox_inbox WHERE {old}").bindparams(  # noqa: S608  constants

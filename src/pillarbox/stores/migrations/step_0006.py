@@ -70,5 +70,8 @@ def _make_inbox(op: Operations) -> None:
     )
     # For pruning. On PostgreSQL it adds a quarter to what the server has to do for a row. A BRIN index adds next to
     # nothing, but only until the room of pruned rows is used again: then old and new moments stand in the same pages,
-    # and every portion that is pruned would walk over the whole table.
-    op.create_index("ix_pillarbox_inbox_at", "pillarbox_inbox", ["consumer", "at"])
+    # and every portion that is pruned would walk over the whole table. It has all rows, but only what names a moment
+    # can use it: for want of statistics PostgreSQL may look for an event among all rows of its consumer.
+    op.create_index(
+        "ix_pillarbox_inbox_at", "pillarbox_inbox", ["consumer", "at"], postgresql_where=sa.text("at > '-infinity'")
+    )
