@@ -25,6 +25,7 @@ from pillarbox.errors import ConfigurationError, Poison
 from pillarbox.inbox import Letter, LetterFilter, LetterKind, LetterState
 from pillarbox.projections import Add, Change, HoldFullError, Projection, ProjectionRow, Tally, on
 from pillarbox.transport import Message
+from tests.conftest import FreshDatabase
 from tests.domain import order_box, until_somebody_waits
 from tests.servers import Database
 
@@ -332,6 +333,44 @@ class TestRows:
         assert await rows_of(box, ParcelRow, *STATE) == [_folded(life) for life in lives.values()]
         assert tally == Tally(applied=200)
 
+    async def test_keys_of_several_columns(self, box: Pillarbox) -> None:
+        class Visits(Projection, row=TownRow, name="visits"):
+            @on(ParcelPacked)
+            def packed(self, event: ParcelPacked) -> Iterable[Change]:
+                for day in (1, 2):
+                    yield self.put(town="Ulm", day=day, grams=Add(event.grams))
+                    yield self.put(town="Ulm", day=day, parcels=Add(day))
+
+            @on(ParcelLost)
+            def lost(self, _event: ParcelLost) -> Change:
+                return self.remove(town="Ulm", day=1)
+
+        visits = Visits()
+        for version in (1, 2, 2):
+            await apply(box, visits, came(ParcelPacked(parcel_id=PARCEL, grams=5), version))
+        await apply(box, visits, came(ParcelLost(parcel_id=PARCEL), 3))
+        assert await rows_of(box, TownRow, "day", "parcels", "grams", "deleted", "projected_version") == [
+            (1, 0, 0, True, 3),
+            (2, 4, 10, False, 2),
+        ]
+
+    @pytest.mark.parametrize(("kind", "driver"), [("embedded", "psycopg"), ("mariadb", "aiomysql")])
+    async def test_with_another_driver(self, fresh_database: FreshDatabase, kind: str, driver: str) -> None:
+        async with order_box(fresh_database(kind).url(driver)) as box:
+            await make_tables(box)
+            parcels, towns = Parcels(), Towns()
+            packed = [came(ParcelPacked(parcel_id=UUID(int=number), grams=1), 1) for number in range(3)]
+            grown = [came(ParcelGrew(parcel_id=UUID(int=number), grams=1), 2) for number in range(3)]
+            assert await apply(box, parcels, *packed) == Tally(applied=3)
+            assert await apply(box, parcels, *grown) == Tally(applied=3)
+            assert await apply(box, parcels, *grown) == Tally(stale=3)
+            assert await rows_of(box, ParcelRow, "grams", "projected_version") == [(2, 2)] * 3
+            with before_the_write(box, Connection.execute), _somebody_was_quicker():
+                await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL), 1))
+            for _ in range(2):
+                await apply(box, towns, *packed)
+            assert await rows_of(box, TownRow, "grams") == [(6,), (6,)]
+
     async def test_keys_must_be_given_as_the_table_has_them(self, one_box: Pillarbox) -> None:
         class Wrong(Projection, row=ParcelRow, name="wrong"):
             @on(ParcelSent)
@@ -425,6 +464,20 @@ class TestH84Gaps:
             await apply(box, parcels, *early[4:])
         await apply(box, parcels, early[4])
         assert await rows_of(box, ParcelRow, "projected_version") == [(0,)] * 5
+
+    async def test_whose_event_it_is_must_be_known(self, one_box: Pillarbox) -> None:
+        class Strays(Projection, row=ParcelRow, contiguous=True, name="strays"):
+            @on(ParcelSeen)
+            def seen(self, _event: ParcelSeen) -> Change:
+                return self.remove(parcel_id=UUID(int=1))
+
+        seen = came(ParcelSeen(parcel_id=PARCEL), 1)
+        with pytest.raises(ConfigurationError, match="cannot change the row"):
+            await apply(one_box, Strays(), seen)
+        for headers, problem in (({}, "no aggregate id"), ({"aggregate_id": "me"}, "the aggregate id 'me' is no")):
+            stray = Incoming(seen.event, msgspec.structs.replace(seen.context, headers=headers))
+            with pytest.raises(Poison, match=problem):
+                await apply(one_box, Strays(), stray)
 
     async def test_a_held_event_without_letters_is_refused(self, one_box: Pillarbox) -> None:
         with pytest.raises(ConfigurationError, match="has no letters"):
@@ -609,6 +662,20 @@ class TestAtOnce:
         with before_the_write(box, Connection.execute), _somebody_was_quicker():
             await apply(box, Parcels(), packed)
         assert await apply(box, Parcels(), packed) == Tally(applied=1)
+
+    async def test_h84_the_missing_event_comes_while_the_other_is_being_held(self, one_box: Pillarbox) -> None:
+        post, packed = Post(), came(ParcelPacked(parcel_id=PARCEL, grams=1), 1)
+        holding, bringing = WholeParcels(), WholeParcels()
+        post.give_to(holding)
+        post.give_to(bringing)
+        with pytest.raises(ExceptionGroup) as failure:
+            async with asyncio.TaskGroup() as tasks, one_box.unit_of_work() as uow:
+                await holding.apply(uow, [came(ParcelGrew(parcel_id=PARCEL, grams=2), 2)])
+                tasks.create_task(apply(one_box, bringing, packed))
+                await until_somebody_waits(one_box)
+        assert failure.group_contains(ConcurrencyError, match="since it was read")
+        assert await apply(one_box, bringing, packed) == Tally(applied=2)
+        assert await rows_of(one_box, ParcelRow, "grams", "projected_version") == [(3, 2)]
 
     async def test_counters_need_no_second_try(self, one_box: Pillarbox) -> None:
         sent = came(ParcelSent(parcel_id=PARCEL, town="Ulm"), 1)

@@ -262,13 +262,13 @@ class TestChanges:
 class TestFolding:
     def test_later_puts_go_over_earlier_ones(self) -> None:
         puts = [LAMPS.put(lamp="a", state="lit", watts=7), LAMPS.put(lamp="a", state="dim", place=None)]
-        assert folded(lamp(Position(1, 0)), puts).values == {"the_state": "dim", "place": None, "watts": 7, "by": "me"}
+        assert folded(lamp((1, 0)), puts).values == {"the_state": "dim", "place": None, "watts": 7, "by": "me"}
 
     def test_amounts_are_added_to_what_is_known(self) -> None:
         more = [LAMPS.put(lamp="a", watts=Add(2)), LAMPS.put(lamp="a", watts=Add(3))]
-        assert folded(lamp(Position(1, 0)), more).values["watts"] == 14
+        assert folded(lamp((1, 0)), more).values["watts"] == 14
         assert folded(lamp(), more).values["watts"] == 5
-        assert folded(lamp(Position(1, 0), {**WHOLE, "watts": None}), more).values["watts"] == 5
+        assert folded(lamp((1, 0), {**WHOLE, "watts": None}), more).values["watts"] == 5
         assert folded(lamp(), [*more, LAMPS.put(lamp="a", watts=1), *more]).values["watts"] == 6
 
     def test_or_left_to_the_database(self) -> None:
@@ -278,7 +278,7 @@ class TestFolding:
         assert folded(lamp(is_known=False), [LAMPS.remove(lamp="a"), *more]).values["watts"] == 5
 
     def test_nothing_is_left_of_what_was_removed(self) -> None:
-        row = folded(lamp(Position(1, 0)), [LAMPS.remove(lamp="a")])
+        row = folded(lamp((1, 0)), [LAMPS.remove(lamp="a")])
         assert (row.is_alive, row.values) == (False, {"the_state": "", "place": None, "watts": 5, "by": ""})
         row = folded(row, [LAMPS.put(lamp="a", state="lit", by="me")])
         assert row.is_alive
@@ -297,9 +297,9 @@ class TestFolding:
     def test_what_comes_next(self) -> None:
         row = lamp()
         assert row.successor == (1, 0)
-        row.move(Position(1, 0), 2)
+        row.position, row.count = (1, 0), 2
         assert row.successor == (1, 1)
-        row.move(Position(1, 1), 2)
+        row.position = (1, 1)
         assert row.successor == (2, 0)
 
     def test_every_kind_of_column_has_something_to_leave(self) -> None:

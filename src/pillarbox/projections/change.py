@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import JSON, Column, Table
 from sqlalchemy import Enum as EnumType
 from sqlalchemy.orm import Mapper
@@ -52,7 +53,7 @@ class Act(Enum):
     """Only the version moves on."""
 
 
-class Change(NamedTuple):
+class Change(msgspec.Struct, frozen=True, gc=False):
     """What an event does to one row. Made by the ``put`` and ``remove`` of a projection."""
 
     act: Act
@@ -63,12 +64,8 @@ class Change(NamedTuple):
     """Whether nothing of the row as it was is left."""
 
 
-class Position(NamedTuple):
-    """Where an event stands among those of its aggregate."""
-
-    version: int
-    place: int
-    """Among the events of that version, from 0."""
+Position = tuple[int, int]
+"""Where an event stands among those of its aggregate: the version, and its place among the events of that version."""
 
 
 class _Form(NamedTuple):
@@ -76,6 +73,8 @@ class _Form(NamedTuple):
 
     key: tuple[str, ...]
     values: tuple[tuple[str, str], ...]
+    is_plain: bool
+    """Whether the names are those of the columns."""
     is_whole: bool
 
 
@@ -108,11 +107,12 @@ class Shape:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def put(self, values: Mapping[str, Any]) -> Change:
+    def put(self, values: dict[str, Any]) -> Change:
+        """What to change. The values become part of it."""
         form = self._forms.get(names := tuple(values)) or self._form(names)
-        content = {column: values[name] for name, column in form.values}
-        is_whole = form.is_whole and not any(type(value) is Add for value in content.values())
-        return Change(Act.PUT, tuple([values[name] for name in form.key]), content, is_whole)
+        key = tuple([values.pop(name) for name in form.key])
+        content = values if form.is_plain else {column: values[name] for name, column in form.values}
+        return Change(Act.PUT, key, content, form.is_whole and Add not in map(type, content.values()))
 
     def remove(self, values: Mapping[str, Any]) -> Change:
         form = self._forms.get(names := tuple(values)) or self._form(names)
@@ -135,8 +135,9 @@ class Shape:
                     f"{self.row.__qualname__}: {column!r} is in its primary key, and must be given"
                 )
         values = tuple((by_column[column], column) for column in self.columns if column in by_column)
-        form = _Form(tuple(by_column[column] for column in self.key), values, len(values) == len(self.columns))
-        self._forms[names] = form
+        key = tuple(by_column[column] for column in self.key)
+        is_plain = all(name == column for name, column in values)
+        form = self._forms[names] = _Form(key, values, is_plain, len(values) == len(self.columns))
         return form
 
     # -- what nobody has said ------------------------------------------------------------------------------------------
@@ -190,42 +191,26 @@ class Shape:
         return not column.nullable and column.server_default is None and name not in self._defaults
 
 
-class RowState:
+class RowState(msgspec.Struct, gc=False):
     """A row, from what is in the table to what is to be written."""
 
-    __slots__ = (
-        "_shape",
-        "count",
-        "is_alive",
-        "is_changed",
-        "is_fresh",
-        "is_known",
-        "key",
-        "latest",
-        "position",
-        "stored",
-        "takes",
-        "values",
-    )
-
-    def __init__(self, shape: Shape, key: Key, *, is_known: bool = True) -> None:
-        self._shape = shape
-        self.key = key
-        self.is_known = is_known
-        """False if nobody has looked whether it is there."""
-        self.stored: Position | None = None
-        """What the row in the table stands at; None if there is none."""
-        self.position = _START
-        self.count = 1
-        self.is_alive = False
-        self.is_fresh = False
-        """Whether it was made, or made again after a removal, by the changes here: then it has nothing from before."""
-        self.is_changed = False
-        self.values: dict[str, Any] = {}
-        self.latest: object = None
-        """The event that was decided about last, for those that change a row twice."""
-        self.takes = False
-        """What was decided."""
+    shape: Shape
+    key: Key
+    is_known: bool = True
+    """False if nobody has looked whether it is there."""
+    stored: Position | None = None
+    """What the row in the table stands at; None if there is none."""
+    position: Position = (0, 0)
+    count: int = 1
+    is_alive: bool = False
+    is_fresh: bool = False
+    """Whether it was made, or made again after a removal, by the changes here: then it has nothing from before."""
+    is_changed: bool = False
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    latest: object = None
+    """The event that was decided about last, for those that change a row twice."""
+    takes: bool = False
+    """What was decided."""
 
     def load(self, position: Position, count: int, values: dict[str, Any], *, is_alive: bool) -> None:
         """What the table has."""
@@ -236,35 +221,30 @@ class RowState:
     def successor(self) -> Position:
         """The event that comes next."""
         version, place = self.position
-        return Position(version, place + 1) if place + 1 < self.count else Position(version + 1, 0)
-
-    def move(self, position: Position, count: int) -> None:
-        self.position, self.count = position, count
-        self.is_changed = True
+        return (version, place + 1) if place + 1 < self.count else (version + 1, 0)
 
     def fold(self, change: Change) -> None:
         """Change it."""
         self.is_changed = True
         if change.act is Act.PUT:
-            self._put(change.values)
+            self._put(change)
         elif change.act is Act.REMOVE or (self.stored is None and not self.is_fresh):
-            self.values, self.is_alive, self.is_fresh = dict(change.values or self._shape.blank), False, True
+            self.values, self.is_alive, self.is_fresh = dict(change.values or self.shape.blank), False, True
 
     def keep_place(self) -> None:
         """Have a row, if only a tombstone, so that others who bring events for it wait for us."""
         if self.stored is None and not self.is_changed:
-            self.fold(Change(Act.REMOVE, self.key, self._shape.blank, is_whole=True))
+            self.fold(Change(Act.REMOVE, self.key, self.shape.blank, is_whole=True))
 
-    def _put(self, values: Mapping[str, Any]) -> None:
+    def _put(self, change: Change) -> None:
         if not self.is_alive and (self.is_known or self.is_fresh):
             self.values, self.is_fresh = {}, True
         self.is_alive = True
-        into = self.values
-        for name, value in values.items():
-            if type(value) is Add:
-                into[name] = self._sum(name, value)
-            else:
-                into[name] = value
+        if change.is_whole:
+            self.values = dict(change.values)
+            return
+        for name, value in change.values.items():
+            self.values[name] = self._sum(name, value) if type(value) is Add else value
 
     def _sum(self, name: str, added: Add) -> Any:
         if name not in self.values:
@@ -275,7 +255,6 @@ class RowState:
         return added.amount if there is None else there + added.amount
 
 
-_START = Position(0, 0)
 _BLANKS: Mapping[type, Any] = {
     str: "",
     bytes: b"",

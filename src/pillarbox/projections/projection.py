@@ -21,7 +21,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -110,11 +110,13 @@ def on(*kinds: type) -> Callable[[_Function], _Function]:
 _Call = Callable[[Any, Any, MessageContext], Change | Iterable[Change] | None]
 
 
-class _Told(NamedTuple):
+class _Told(msgspec.Struct, frozen=True, gc=False):
     """An event, and what the handler says to it."""
 
     incoming: Incoming
     changes: Sequence[Change]
+    position: Position | None
+    """None if nothing can be told by it."""
     letter: int | None = None
     """Its letter, if it was held."""
 
@@ -217,7 +219,7 @@ class Projection:
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         """Write what these events change, in the transaction of ``uow``."""
-        told = [_Told(one, self._changes(one)) for one in incoming]
+        told = [self._told(one) for one in incoming]
         if any(one.changes for one in told):
             await uow.session.run_sync(self._apply, told)
 
@@ -238,13 +240,17 @@ class Projection:
         self._writer.write(connection, rows, tenant)
         self.tally.add(tally)
 
-    def _changes(self, incoming: Incoming) -> Sequence[Change]:
+    def _told(self, incoming: Incoming, letter: int | None = None) -> _Told:
         event, context = incoming
         said = self._calls[type(event)](self, event, context)
-        changes = (said,) if isinstance(said, Change) else tuple(said or ())
-        if not self.contiguous or self._position(context) is None:
-            return changes
-        # Whatever it changes, the row has seen it.
+        changes: Sequence[Change] = (said,) if isinstance(said, Change) else tuple(said or ())
+        position = self._position(context)
+        if self.contiguous and position is not None:
+            changes = self._checked(context, changes)
+        return _Told(incoming, changes, position, letter)
+
+    def _checked(self, context: MessageContext, changes: Sequence[Change]) -> Sequence[Change]:
+        """The changes of a contiguous projection: of one row, which in any case sees the event."""
         key = self._own_key(context)
         for change in changes:
             if change.key != key:
@@ -259,7 +265,9 @@ class Projection:
 
     def _own_key(self, context: MessageContext) -> Key:
         """The row of the aggregate whose event it is."""
-        said = context.aggregate_id or ""
+        said = context.aggregate_id
+        if said is None:
+            raise Poison(f"{self.name}: an event has a version, and no aggregate id")
         try:
             return (type(self)._key_of(said),)
         except ValueError:
@@ -267,7 +275,7 @@ class Projection:
 
     def _position(self, context: MessageContext) -> Position | None:
         """Where the event stands; None if nothing can be told by it."""
-        return Position(context.version, context.event_index) if self.guarded and context.version is not None else None
+        return (context.version, context.event_index) if self.guarded and context.version is not None else None
 
     def _tenant_of(self, session: Session, told: Sequence[_Told]) -> str | None:
         if self._shape.tenant is None:
@@ -282,7 +290,7 @@ class Projection:
 
     def _blind_rows(self, told: Sequence[_Told]) -> dict[Key, RowState] | None:
         """The rows, if they can be written without a look at them: no guard, and all that a new row needs is said."""
-        if any(self._position(one.incoming.context) is not None for one in told):
+        if any(one.position is not None for one in told):
             return None
         changes = [change for one in told for change in one.changes]
         if not all(change.is_whole or self._shape.is_insertable(change.values) for change in changes):
@@ -291,26 +299,25 @@ class Projection:
 
     def _fold(self, rows: Mapping[Key, RowState], one: _Told, tally: Tally) -> None:
         """Let an event change its rows, unless they have seen a later one."""
-        context = one.incoming.context
-        position = self._position(context)
         for change in one.changes:
             row = rows[change.key]
-            if change.act is Act.ADVANCE and row.stored is None and not row.is_changed and not self.contiguous:
-                continue
             if row.latest is not one:
-                row.latest = one
-                row.takes = position is None or self._takes(row, position, context.event_count, tally)
+                row.latest, row.takes = one, self._takes(row, change, one, tally)
                 tally.applied += row.takes
             if row.takes:
                 row.fold(change)
 
-    def _takes(self, row: RowState, position: Position, count: int, tally: Tally) -> bool:
-        if position <= row.position:
+    def _takes(self, row: RowState, change: Change, one: _Told, tally: Tally) -> bool:
+        if one.position is None:
+            return True
+        if change.act is Act.ADVANCE and not (self.contiguous or row.is_changed or row.stored):
+            return False  # there is no row whose version could move on
+        if one.position <= row.position:
             tally.stale += 1
             return False
-        if position != row.successor:
-            _count_gap(row, position, tally)
-        row.move(position, count)
+        if one.position != row.successor:
+            _count_gap(row, one.position, tally)
+        row.position, row.count = one.position, one.incoming.context.event_count
         return True
 
     # -- contiguous ----------------------------------------------------------------------------------------------------
@@ -322,7 +329,7 @@ class Projection:
         early = self._held(connection, rows, told)
         closed = [letter for row in rows.values() for letter in self._release(rows, row, early, tally)]
         for one in told:
-            position = self._position(one.incoming.context)
+            position = one.position
             row = rows[one.changes[0].key] if one.changes else None
             if row is None or position is None or position <= row.successor:
                 self._fold(rows, one, tally)
@@ -354,19 +361,18 @@ class Projection:
             message = (
                 letter.message if letter.edited is None else msgspec.structs.replace(letter.message, body=letter.body)
             )
-            incoming = self.read(message)
-            position = self._position(incoming.context)
-            if position is not None:
-                pool = early.setdefault(self._own_key(incoming.context), {})
-                pool[position] = _Told(incoming, self._changes(incoming), letter.id)
+            one = self._told(self.read(message), letter.id)
+            if one.position is not None:
+                early.setdefault(one.changes[0].key, {})[one.position] = one
         return early
 
     def _all_held(self, connection: Connection, letters: Letters, context: MessageContext) -> Iterable[Letter]:
         wanted = LetterFilter(consumer=context.consumer, tenant=context.tenant, kinds=(LetterKind.HELD,))
-        after = 0
-        while page := letters.find(connection, wanted, after=after, limit=_PAGE):
+        page: Sequence[Letter] = letters.find(connection, wanted, limit=_PAGE)
+        yield from page
+        while len(page) == _PAGE:
+            page = letters.find(connection, wanted, after=page[-1].id, limit=_PAGE)
             yield from page
-            after = page[-1].id
 
     def _release(
         self, rows: Mapping[Key, RowState], row: RowState, early: Mapping[Key, dict[Position, _Told]], tally: Tally
@@ -419,7 +425,7 @@ class Projection:
             consumer=context.consumer,
             kind=LetterKind.HELD,
             reason=f"event {context.event_index} of version {context.version} has come, and event "
-            f"{row.successor.place} of version {row.successor.version} has not",
+            f"{row.successor[1]} of version {row.successor[0]} has not",
             message=self.message_of(incoming),
             event_id=context.event_id,
             event_type=context.event_type,
@@ -444,7 +450,7 @@ def _advance(key: Key) -> Change:
 
 def _count_gap(row: RowState, position: Position, tally: Tally) -> None:
     tally.gaps += 1
-    tally.version_lag = max(tally.version_lag, position.version - row.successor.version)
+    tally.version_lag = max(tally.version_lag, position[0] - row.successor[0])
 
 
 # -- what a class is made of -------------------------------------------------------------------------------------------
