@@ -181,5 +181,9 @@ class BatchMismatchError(LaneHaltedError):
     """An announced batch could not be rebuilt: its count or hash differs. The lane halts."""
 
 
+class HoldFullError(StoreError):
+    """Too many events of a projection wait for their predecessors. Nothing was written: some of these must come."""
+
+
 class EmbeddedServerError(StoreError):
     """A server of our own, the embedded PostgreSQL or the local Pulsar, could not be fetched or started."""

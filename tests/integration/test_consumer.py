@@ -377,6 +377,7 @@ async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransp
             {"tenant_id": "a\nb"},
             {"traceparent": "nonsense"},
             {"version": "seven"},
+            {"event_id": "no id"},
             {"event_index": "first"},
         )
     ):
@@ -384,7 +385,17 @@ async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransp
         await broker.send("somebody", [Message(TOPIC, f"k{index}" + "é" * 600, sent.body, headers)])
     tally = await consumer.drain()
     assert tally.handled == 2
-    assert len(await letters(box)) == 4
+    assert len(await letters(box)) == 5
+
+
+async def test_an_id_that_is_none_for_some_databases_stops_nobody(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    odd = {**sent.headers, "event_id": "2b90926d-3bb5-869b-5d19-30624a30878e"}  # of no variant that is in use
+    await broker.send("somebody", [Message(TOPIC, "b", sent.body, odd)])
+    tally = await consumer.drain()
+    assert tally.handled + len(await letters(box)) == 2
 
 
 # -- classes of failures -----------------------------------------------------------------------------------------------

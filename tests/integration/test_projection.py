@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 import msgspec
@@ -21,9 +21,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import ConcurrencyError, IntegrationEvent, Pillarbox, TenancyError, TenantScoped
 from pillarbox.consumers.handling import Incoming, MessageContext
-from pillarbox.errors import ConfigurationError, Poison
+from pillarbox.errors import ConfigurationError, HoldFullError, Poison
 from pillarbox.inbox import Letter, LetterFilter, LetterKind, LetterState
-from pillarbox.projections import Add, Change, HoldFullError, Projection, ProjectionRow, Tally, on
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, Tally, on
 from pillarbox.transport import Message
 from tests.conftest import FreshDatabase
 from tests.domain import order_box, until_somebody_waits
@@ -194,22 +194,18 @@ class Shelf:
 
 
 class Post:
-    """What a consumer gives to a projection: letters, and messages for events."""
+    """What a consumer gives to a projection: letters, and a reader for them."""
+
+    known: ClassVar[dict[bytes, Incoming]] = {}
 
     def __init__(self) -> None:
         self.shelf = Shelf()
-        self._known: dict[bytes, Incoming] = {}
-
-    def message_of(self, incoming: Incoming) -> Message:
-        body = incoming.context.event_id.bytes
-        self._known[body] = incoming
-        return Message(incoming.context.topic, incoming.context.key, body, incoming.context.headers)
 
     def read(self, message: Message) -> Incoming:
-        return self._known[message.body]
+        return self.known[message.body]
 
     def give_to(self, projection: Projection) -> None:
-        projection.letters, projection.read, projection.message_of = self.shelf, self.read, self.message_of
+        projection.letters, projection.read = self.shelf, self.read
 
 
 def came(
@@ -218,7 +214,7 @@ def came(
     """The event has come in."""
     key = str(getattr(fact, "parcel_id", "none"))
     headers = {} if version is None else {"aggregate_id": key}
-    return Incoming(
+    incoming = Incoming(
         fact,
         MessageContext(
             consumer="parcels",
@@ -234,8 +230,11 @@ def came(
             version=version,
             event_index=place,
             event_count=count,
+            message=Message("parcels", key, fact.event_id.bytes, headers),
         ),
     )
+    Post.known[fact.event_id.bytes] = incoming
+    return incoming
 
 
 @pytest.fixture
@@ -481,9 +480,7 @@ class TestH84Gaps:
 
     async def test_a_held_event_without_letters_is_refused(self, one_box: Pillarbox) -> None:
         with pytest.raises(ConfigurationError, match="has no letters"):
-            parcels = WholeParcels()
-            parcels.message_of = Post().message_of
-            await apply(one_box, parcels, came(ParcelGrew(parcel_id=PARCEL, grams=1), 2))
+            await apply(one_box, WholeParcels(), came(ParcelGrew(parcel_id=PARCEL, grams=1), 2))
 
     async def test_a_letter_that_somebody_has_closed_is_not_applied(self, one_box: Pillarbox) -> None:
         parcels, post = WholeParcels(), Post()

@@ -15,8 +15,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_co
 
 from pillarbox import IntegrationEvent, TenantScoped
 from pillarbox.consumers.handling import Effects, MessageContext
-from pillarbox.errors import ConfigurationError, Poison, StoreError, UnregisteredEventError
-from pillarbox.projections import Add, Change, HoldFullError, Projection, ProjectionRow, Tally, on
+from pillarbox.errors import ConfigurationError, HoldFullError, Poison, StoreError, UnregisteredEventError
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, Tally, on
 from pillarbox.projections.change import Position, RowState
 
 

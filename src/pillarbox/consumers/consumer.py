@@ -124,7 +124,6 @@ class Consumer:
         if isinstance(effects, Projection):
             effects.letters = letters
             effects.read = self._read_held
-            effects.message_of = lambda incoming: incoming.context.message
         self._running = False
         self._stopping = False
         self._finished = asyncio.Event()
@@ -261,9 +260,10 @@ class Consumer:
     # -- its place in the database -------------------------------------------------------------------------------------
 
     def identify(self, connection: Connection) -> int:
-        """Our number in the inbox. That of a projection depends on its generation, which stays as it is as long as this
-        transaction does.
+        """Our number in the inbox: the first thing that a transaction of ours asks for. That of a projection depends on
+        its generation, which stays as it is as long as this transaction does.
         """
+        stored.read_committed(connection)
         if self.kind == "handlers":
             return consumer_id(self.name)
         return consumer_id(self.name, stored.hold_generation(connection, self.name))

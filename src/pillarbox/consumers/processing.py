@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
+from uuid import RFC_4122, UUID
 
 from sqlalchemy import Connection
 
@@ -353,9 +353,10 @@ def _arrival(message: Message) -> Arrival:
 
 def _event_id(headers: Mapping[str, str]) -> UUID | None:
     try:
-        return UUID(headers["event_id"])
+        found = UUID(headers["event_id"])
     except (KeyError, ValueError):
         return None
+    return found if found.variant == RFC_4122 else None  # MariaDB takes no other
 
 
 def _schema_version(message: Message) -> int:
@@ -367,7 +368,7 @@ def _name(*parts: bytes) -> UUID:
     content = hashlib.blake2b(digest_size=16)
     for part in parts:
         content.update(len(part).to_bytes(8, "big") + part)
-    return UUID(bytes=content.digest())
+    return UUID(bytes=content.digest(), version=5)
 
 
 def _fitting(text: str, limit: int) -> str:

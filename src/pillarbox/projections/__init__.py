@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .change import Add, Change
-from .projection import HoldFullError, Projection, ProjectionRow, Tally, on
+from .projection import Projection, ProjectionRow, Tally, on
 
-__all__ = ["Add", "Change", "HoldFullError", "Projection", "ProjectionRow", "Tally", "on"]
+__all__ = ["Add", "Change", "Projection", "ProjectionRow", "Tally", "on"]

@@ -30,7 +30,7 @@ from sqlalchemy import inspect as inspect_row
 from sqlalchemy.orm import Mapper, Session, mapped_column
 
 from ..consumers.handling import Incoming, LeftOut, MessageContext
-from ..errors import ConcurrencyError, ConfigurationError, Poison, StoreError, TenancyError
+from ..errors import ConcurrencyError, ConfigurationError, HoldFullError, Poison, TenancyError
 from ..event import EventType, registry
 from ..inbox import Letter, LetterFilter, LetterKind, Letters, LetterState
 from ..scope import TenantScoped, mixin_column
@@ -43,10 +43,6 @@ from .upsert import Writer
 
 _KINDS = "__pillarbox_kinds__"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class HoldFullError(StoreError):
-    """Too many events wait for their predecessors. Nothing was written: wait until some of these have come."""
 
 
 class ProjectionRow:
@@ -143,8 +139,6 @@ class Projection:
     """Where events that are held wait. Given by the consumer."""
     read: Callable[[Message], Incoming] | None
     """How the event in a letter is read. Given by the consumer."""
-    message_of: Callable[[Incoming], Message] | None
-    """The message that an event has come in. Given by the consumer."""
 
     def __init_subclass__(
         cls,
@@ -179,7 +173,6 @@ class Projection:
         """What was done since somebody has put a new one here."""
         self.letters = None
         self.read = None
-        self.message_of = None
         self._writer = Writer(self._shape.table, self._shape)
 
     @property
@@ -419,14 +412,12 @@ class Projection:
 
     def _letter(self, incoming: Incoming, row: RowState) -> Letter:
         context = incoming.context
-        if self.message_of is None:
-            raise ConfigurationError(f"{self.name}: nobody has said what message an event has come in")
         return Letter(
             consumer=context.consumer,
             kind=LetterKind.HELD,
             reason=f"event {context.event_index} of version {context.version} has come, and event "
             f"{row.successor[1]} of version {row.successor[0]} has not",
-            message=self.message_of(incoming),
+            message=context.message,
             event_id=context.event_id,
             event_type=context.event_type,
             schema_version=context.schema_version,

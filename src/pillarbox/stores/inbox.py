@@ -309,6 +309,14 @@ def _record(row: Any) -> ConsumerRecord:
     return ConsumerRecord(**{**values, "topics": tuple(json.loads(row.topics))})
 
 
+def read_committed(connection: Connection) -> None:
+    """Let a transaction, which has not said anything yet, see what others commit meanwhile. MySQL would show it the
+    rows as they were at its first look, and lock the gaps between those that it writes.
+    """
+    if connection.dialect.name in ("mysql", "mariadb"):
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+
+
 def hold_generation(connection: Connection, name: str) -> int:
     """The generation of a projection, which nobody changes before the end of this transaction."""
     this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
