@@ -43,7 +43,7 @@ servers: ## install the servers that the tests run against (root and apt-get, Ma
 test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) $(TESTS)
 ifeq ($(TESTS),)
-	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) -k embedded
+	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) -k embedded tests/e2e
 endif
 
 prove-contract: setup servers ## the contract program for Pulsar, on PostgreSQL and MariaDB

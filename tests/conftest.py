@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -147,12 +149,22 @@ def pulsar(use_server: Callable[[str], Server]) -> Pulsar:
 
 
 @pytest.fixture
-def pulsar_cluster(use_server: Callable[[str], Server]) -> Iterator[PulsarCluster]:
-    """A Pulsar cluster of your own, to be broken. It takes ten seconds to start."""
+def pulsar_cluster(use_server: Callable[[str], Server]) -> PulsarCluster:
+    """A Pulsar cluster to be broken, and to be whole again at the end: the next test that wants one goes on with it."""
     clusters = use_server("pulsar-cluster")
     assert isinstance(clusters, PulsarClusters)
-    with clusters.fresh() as cluster:
-        yield cluster
+    return clusters.whole()
+
+
+def _breaks_a_cluster(item: pytest.Item | None) -> bool:
+    return "pulsar_cluster" in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A cluster is three Javas: they go when the next test has no use for them."""
+    if _breaks_a_cluster(item) and not _breaks_a_cluster(nextitem) and PulsarClusters.running is not None:
+        PulsarClusters.running.stop()
 
 
 class ServerReport:
@@ -211,12 +223,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     alone = config.getoption("alone")
     if not alone and any("::" in argument for argument in config.args):
         return
-    kept = [item for item in items if (item.get_closest_marker("alone") is not None) is alone]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (kept if (item.get_closest_marker("alone") is not None) is alone else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    # First those that break a cluster: one after the other they share it, and the long ones are not left for the end.
+    items[:] = sorted(kept, key=_breaks_a_cluster, reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests stay to the end: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+MEMORY = "/dev/shm"  # noqa: S108  by names that nobody else has
+MEMORY_WANTED = 8 * 2**30
+
+
+def _has_room_in_memory() -> bool:
+    """Whether all that the tests write can be kept in memory, programs of servers among it."""
+    try:
+        place, known = os.statvfs(MEMORY), Path("/proc/meminfo").read_text("ascii")
+    except OSError:
+        return False
+    available = 1024 * int(known.partition("MemAvailable:")[2].split()[0])
+    return not place.f_flag & os.ST_NOEXEC and min(available, place.f_bavail * place.f_frsize) >= MEMORY_WANTED
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Most of the time of a small test is a disk that is waited for, to make a database and to drop it. No test cuts the
+    # power, so nothing is shown by waiting. Workers and commands inherit it.
+    if "TMPDIR" not in os.environ and _has_room_in_memory():
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
     config.addinivalue_line("markers", "alone: a test that wants the machine for itself")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ServerReport(config), "server-report")

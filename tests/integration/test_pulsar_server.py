@@ -136,7 +136,7 @@ def test_a_taken_port_is_named(use_server: Callable[[str], Server], tmp_path: Pa
 
 def test_a_start_that_fails_shows_the_log(use_server: Callable[[str], Server], tmp_path: Path) -> None:
     use_server("pulsar-cluster")
-    server = LocalPulsar(tmp_path, settings={"maxMessageSize": "many"})
+    server = LocalPulsar(tmp_path, settings={"maxMessageSize": "many"}, quick_start=True)
     with pytest.raises(EmbeddedServerError, match=r'(?s)ended with 1; its log ends with:.*"many"'):
         server.start()
     assert server.pids == {}

@@ -249,6 +249,14 @@ class LocalPulsar:
         """Let a frozen broker go on."""
         self._signal("broker", signal.SIGCONT)
 
+    def is_whole(self) -> bool:
+        """Whether all of it runs, and a message can be stored. What was frozen is thawed for that."""
+        if self._group is None or set(self.pids) != set(self._members()):
+            return False
+        for name in self.pids:
+            self._signal(name, signal.SIGCONT)
+        return _holds(self._is_ready)
+
     def check(self) -> None:
         """Raise an error, with the end of its log, if a process has ended by itself."""
         for name, process in self._processes.items():
@@ -276,6 +284,10 @@ class LocalPulsar:
 
     def _start_below_broker(self) -> None:
         """Start what the broker needs; here, it brings all of it."""
+
+    def _members(self) -> tuple[str, ...]:
+        """The processes that there are when nothing is broken."""
+        return ("broker",)
 
     def _own_ports(self) -> tuple[str, ...]:
         return ("broker", "admin", "bookie")
@@ -465,6 +477,9 @@ class PulsarCluster(LocalPulsar):
     @property
     def _zookeeper(self) -> str:
         return f"zk:{HOST}:{self._port('zookeeper')}"
+
+    def _members(self) -> tuple[str, ...]:
+        return ("zookeeper", "bookie", "broker")
 
     def _own_ports(self) -> tuple[str, ...]:
         return (*super()._own_ports(), "zookeeper")
