@@ -134,7 +134,8 @@ class BoundSession(Session):
 
     def _is_clean(self) -> bool:
         # COMMIT and savepoints ask this to see whether a flush is needed: a session with nothing but events needs one.
-        return not self.collector.pending and super()._is_clean()
+        # A rollback asks it, too, to see what came after it; what is still there then goes with the transaction.
+        return not (self.collector.pending and self.is_active) and super()._is_clean()
 
     @property
     def busy(self) -> bool:
@@ -243,6 +244,8 @@ def _arrived(session: BoundSession, instance: object) -> None:
 
 def _left(session: BoundSession, instance: object) -> None:
     if isinstance(instance, Aggregate):
+        if not session.is_active:
+            session.collector.rolled_back()  # nobody says so if ROLLBACK itself failed or was cancelled
         session.collector.detach(instance)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, event, select, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
@@ -312,3 +314,50 @@ def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -
 async def _turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+class TestRollbacksThatFail:
+    """Nobody is told of a ROLLBACK that was cancelled; what was raised goes with the transaction all the same."""
+
+    async def test_what_was_raised_is_not_written_later(self, database: Database) -> None:
+        async with order_box(database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                uow.add(taken := Order.place())
+            async with box.bind(async_sessionmaker(box.engine))() as session:
+                session.add(order := Order.place(order_id=taken.id))
+                order.note("added")
+                box.publish(session, OrderNoted(note="published"), key="k")
+                with self._next_rollback_is_cancelled(box), pytest.raises(asyncio.CancelledError):
+                    await session.flush()
+                await session.rollback()
+                order.id = uuid4()
+                session.add(order)  # the same story again
+                await session.commit()
+            assert await written(box.engine) == ["placed", "placed"]
+
+    async def test_a_change_that_is_undone_leaves_nothing(self, database: Database) -> None:
+        async with order_box(database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                uow.add(order := Order.place())
+            with pytest.raises(asyncio.CancelledError):
+                async with box.unit_of_work() as uow:
+                    mine = await uow.session.get_one(Order, order.id)
+                    await uow.session.execute(text("UPDATE test_orders SET version = 7"))  # as if by somebody else
+                    mine.reprice(5)
+                    with self._next_rollback_is_cancelled(box):
+                        await uow.flush()
+            assert await written(box.engine) == ["placed"]
+
+    @staticmethod
+    @contextmanager
+    def _next_rollback_is_cancelled(box: Pillarbox) -> Iterator[None]:
+        def cancel(_connection: object) -> None:
+            raise asyncio.CancelledError
+
+        event.listen(box.engine.sync_engine, "rollback", cancel)
+        try:
+            yield
+        finally:
+            event.remove(box.engine.sync_engine, "rollback", cancel)
