@@ -74,6 +74,12 @@ _LOG_BYTES = 64 * 1024
 _SESSION_LEFT = "NoNode"  # a broker that comes back before its old session has expired may end with this
 _LOCK_LOOP = "was invalidated"  # a killed standalone may come back quarrelling with itself about a lock, for ever
 
+_QUICK = (
+    "-XX:TieredStopAtLevel=1",
+    # The checksum says already that the classes are whole. A Java that has no such option shall not mind.
+    *("-XX:+IgnoreUnrecognizedVMOptions", "-XX:+UnlockDiagnosticVMOptions", "-XX:-BytecodeVerificationRemote"),
+)
+
 _SETTINGS = {
     "bindAddress": HOST,
     "advertisedAddress": HOST,
@@ -114,8 +120,8 @@ class LocalPulsar:
     """Pulsar in one process (standalone), with its data in a folder.
 
     ``settings`` go into the broker's configuration. Ports that are not given are chosen once and kept in the folder.
-    ``quick_start`` halves the time of a start, by less compiling: good for tests, and not for measurements. The server
-    is stopped by ``stop`` or ``kill``, or with our process.
+    ``quick_start`` halves the time of a start, by less compiling and checking: good for tests, not for measurements.
+    The server is stopped by ``stop`` or ``kill``, or with our process.
     """
 
     cluster_name: ClassVar[str] = "standalone"
@@ -167,8 +173,8 @@ class LocalPulsar:
                 f"choose another folder, or set PILLARBOX_HOME"
             )
         program, self._programs = java(), install()
-        compiler = ["-XX:TieredStopAtLevel=1"] if self.quick_start else []
-        self._java = [program, *compiler, *_java_options(self._programs)]
+        quick = _QUICK if self.quick_start else ()
+        self._java = [program, *quick, *_java_options(self._programs)]
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self._lock()
