@@ -46,6 +46,7 @@ logger = logging.getLogger("pillarbox")
 HOUSEKEEPING = 5.0
 """Seconds between two notes of how far a consumer has come."""
 PRUNED_AT_ONCE = 5_000
+PRUNED_IN_A_ROW = 10
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
@@ -308,7 +309,9 @@ class Consumer:
                 lag=self._lag(),
                 held=sum(held.values()),
             )
-            await self._home.apart(self._prune)
+            for _ in range(PRUNED_IN_A_ROW):
+                if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
+                    break
         except Exception as error:
             logger.debug("consumer %s: nothing noted: %s", self.name, redacted(str(error)))
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import RFC_4122, UUID
@@ -17,7 +18,8 @@ from uuid import RFC_4122, UUID
 from sqlalchemy import Connection
 
 from .. import clock
-from ..errors import EventError, UnknownEventError
+from ..context import caused_by
+from ..errors import ConfigurationError, EventError, UnknownEventError
 from ..inbox import Admission, Arrival, Inbox, Letter, LetterFilter, LetterKind, Letters, LetterState, digest_of
 from ..outbox import Delivery
 from ..redaction import redacted
@@ -34,6 +36,8 @@ from .report import ConsumerReport
 
 OUTAGE = 3
 """So many failures in a row that are nobody's fault, and the rest of a batch is not tried."""
+REMEMBERED = 10_000
+"""Messages that fail, and whose attempts are counted."""
 _MAX_NAME = 200
 
 
@@ -137,16 +141,25 @@ class Processor:
     async def _take_effect(self, opened: Sequence[_Readable]) -> None:
         tenant = opened[0].work.tenant
         began = clock.current().monotonic()
-        async with self._home.unit_of_work(tenant=tenant, new_transaction=True) as uow:
-            admissions = await self._home.within(uow, self._admit, tenant, [found.arrival for found in opened])
-            new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
-            with self._report.processing(new):
-                await self._effects.apply(uow, new)
+        alone = caused_by(opened[0].work.message.headers) if len(opened) == 1 else nullcontext()
+        with alone:  # what COMMIT itself brings about is caused by the message, too
+            new, admissions = await self._commit(tenant, opened)
         self._succeeded_at = clock.current().monotonic()
         self._report.handled(new, len(opened) - len(new), self._succeeded_at - began)
         self._report.left_out(self._effects.left_out())
         if altered := [found for found, it in zip(opened, admissions, strict=True) if it is Admission.ALTERED]:
             await self._park([found.quarantined() for found in altered])
+
+    async def _commit(
+        self, tenant: str | None, opened: Sequence[_Readable]
+    ) -> tuple[Sequence[Incoming], Sequence[Admission]]:
+        """The row of the inbox first, then the effect: one is there if and only if the other is."""
+        async with self._home.unit_of_work(tenant=tenant, new_transaction=True) as uow:
+            admissions = await self._home.within(uow, self._admit, tenant, [found.arrival for found in opened])
+            new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
+            with self._report.processing(new):
+                await self._effects.apply(uow, new)
+        return new, admissions
 
     def _admit(self, connection: Connection, tenant: str | None, arrivals: Sequence[Arrival]) -> Sequence[Admission]:
         return self._inbox.admit(connection, self._identify(connection), tenant, arrivals)
@@ -209,6 +222,8 @@ class Processor:
         key = _identity(work.message)
         trouble = self._troubles.get(key)
         if trouble is None:
+            if len(self._troubles) >= REMEMBERED:  # they went elsewhere since, or there would not be so many
+                del self._troubles[next(iter(self._troubles))]
             trouble = self._troubles[key] = _Trouble(clock.current().monotonic())
         trouble.attempts += 1
         return trouble
@@ -282,10 +297,9 @@ class Processor:
                 taken = await self._home.within(uow, self._letters.take, letter_id)
                 if taken is None:
                     return False
-                incoming = self._reader.read(_as_edited(taken), taken.attempts + 1)
-                if incoming is not None:
-                    with self._report.processing([incoming]):
-                        await self._effects.apply(uow, [incoming])
+                incoming = self._read_letter(taken)
+                with self._report.processing([incoming]):
+                    await self._effects.apply(uow, [incoming])
                 await self._home.within(uow, self._letters.close, letter_id, LetterState.REDRIVEN)
         except Exception as error:
             kind = LetterKind.REJECTED if classify(error) is Failure.BUSINESS else letter.kind
@@ -293,6 +307,12 @@ class Processor:
             await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
         return True
+
+    def _read_letter(self, letter: Letter) -> Incoming:
+        incoming = self._reader.read(_as_edited(letter), letter.attempts + 1)
+        if incoming is None:
+            raise ConfigurationError(f"consumer {self._name} has no handler for {letter.event_type!r}")
+        return incoming
 
 
 @dataclass(slots=True, frozen=True)
