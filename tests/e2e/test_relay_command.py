@@ -22,10 +22,9 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
-from pillarbox.cli import relay as relay_command
-from pillarbox.cli import run
+from pillarbox.cli import run, serving
 from pillarbox.cli.output import Exit
-from pillarbox.cli.relay import _answering, _no_metrics, _observe, _parse_address
+from pillarbox.cli.serving import answering, no_metrics, observe, parse_address
 from pillarbox.prometheus import PrometheusSignals
 from pillarbox.relay import Pacing, Relay
 from pillarbox.settings import Settings
@@ -371,7 +370,7 @@ def test_r6_it_keeps_to_its_shards(sqlite: Town) -> None:
 
 async def test_h93_health_is_200_while_it_sees_to_its_leases_and_503_otherwise() -> None:
     relay = Relay(MemoryStore(), {})
-    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address:
+    async with answering(relay, no_metrics, "127.0.0.1", 0) as address:
         assert (await _get(f"{address}/readyz"))[0] == 503
         async with running(relay):
             await soon(lambda: relay.healthy)
@@ -383,7 +382,7 @@ async def test_h93_health_is_200_while_it_sees_to_its_leases_and_503_otherwise()
 async def test_h93_a_relay_whose_database_is_away_is_alive_and_not_ready() -> None:
     line = Line(MemoryStore())
     relay = Relay(line, {}, pacing=Pacing(lease=0.2))
-    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address, running(relay):
+    async with answering(relay, no_metrics, "127.0.0.1", 0) as address, running(relay):
         await soon(lambda: relay.healthy)
         line.fail(OSError("away"))
         await soon(lambda: not relay.healthy)
@@ -399,21 +398,21 @@ async def test_h93_a_relay_whose_database_is_away_is_alive_and_not_ready() -> No
 def test_observers_of_the_box_are_kept_and_others_added_once() -> None:
     box, settings = Pillarbox("sqlite://"), Settings(tracing="otel")
     for _ in range(2):
-        _observe(box, settings, metrics=True)
+        observe(box, settings, metrics=True)
         assert [type(each).__name__ for each in box.signals.observers] == ["OtelSignals", "PrometheusSignals"]
     own = PrometheusSignals()
-    assert _observe(Pillarbox("sqlite://", signals=[own]), Settings(), metrics=True) == own.render
+    assert observe(Pillarbox("sqlite://", signals=[own]), Settings(), metrics=True) == own.render
 
 
-async def test_without_the_extra_there_are_no_metrics_and_it_says_what_to_install() -> None:
-    async with _answering(Relay(MemoryStore(), {}), _no_metrics, "127.0.0.1", 0) as address:
+async def test_without_the_extra_there_areno_metrics_and_it_says_what_to_install() -> None:
+    async with answering(Relay(MemoryStore(), {}), no_metrics, "127.0.0.1", 0) as address:
         code, body = await _get(f"{address}/metrics")
         assert (code, body) == (501, b"metrics need a package: pip install 'pillarbox[prometheus]'\n")
 
 
 async def test_what_is_no_http_does_the_endpoint_no_harm() -> None:
     relay = Relay(MemoryStore(), {})
-    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address:
+    async with answering(relay, no_metrics, "127.0.0.1", 0) as address:
         port = urlsplit(address).port
         for rubbish in (b"", b"\x00\xff\r\n\r\n", b"GET " + b"x" * 100_000 + b"\r\n\r\n"):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -430,7 +429,7 @@ async def test_s38_of_lanes_in_trouble_only_the_names_are_told() -> None:
     world.write("a1")
     world.broker.before = away
     relay = world.relay()
-    async with _answering(relay, _no_metrics, "127.0.0.1", 0) as address, running(relay):
+    async with answering(relay, no_metrics, "127.0.0.1", 0) as address, running(relay):
         await soon(lambda: relay.status()["troubles"])
         for path in ("livez", "readyz"):
             _, body = await _get(f"{address}/{path}")
@@ -443,7 +442,7 @@ async def test_metrics_that_cannot_be_shown_are_500_without_a_word(caplog: pytes
     async def broken(_accept: str) -> tuple[bytes, str] | None:
         raise TypeError("at line 7")
 
-    async with _answering(Relay(MemoryStore(), {}), broken, "127.0.0.1", 0) as address:
+    async with answering(Relay(MemoryStore(), {}), broken, "127.0.0.1", 0) as address:
         assert await _get(f"{address}/metrics") == (500, b"")
         assert (await _get(f"{address}/livez"))[0] == 503
     assert "GET /metrics failed: TypeError: at line 7" in caplog.text
@@ -457,8 +456,8 @@ async def test_who_is_slow_is_hung_up_on(request_: bytes, monkeypatch: pytest.Mo
     def served() -> bool:
         return any("answer" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
-    monkeypatch.setattr(relay_command, "EXCHANGE_SECONDS", 0.2)
-    async with _answering(Relay(MemoryStore(), {}), much, "127.0.0.1", 0) as address:
+    monkeypatch.setattr(serving, "EXCHANGE_SECONDS", 0.2)
+    async with answering(Relay(MemoryStore(), {}), much, "127.0.0.1", 0) as address:
         reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(address).port)
         writer.write(request_)
         await soon(served)
@@ -472,13 +471,13 @@ async def test_who_is_slow_is_hung_up_on(request_: bytes, monkeypatch: pytest.Mo
 
 
 async def test_an_address_of_ipv6() -> None:
-    host, port = _parse_address(None, None, "[::1]:0") or ("", 1)  # type: ignore[arg-type]
+    host, port = parse_address(None, None, "[::1]:0") or ("", 1)  # type: ignore[arg-type]
     assert (host, port) == ("::1", 0)
     try:
         socket.create_server((host, port), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    async with _answering(Relay(MemoryStore(), {}), _no_metrics, host, port) as address:
+    async with answering(Relay(MemoryStore(), {}), no_metrics, host, port) as address:
         assert address.startswith("http://[::1]:")
         assert (await _get(f"{address}/livez"))[0] == 503
 

@@ -25,7 +25,7 @@ from ..transports.pulsar.names import TopicName
 from ..transports.pulsar.plan import Action, Desired, Step, apply, find, plan
 from .database import load_settings, opened, reached, run
 from .output import CommandError, Exit, Whole, check_text, confirm, confirmed, emit, number, options, plain, table
-from .relay import load_box
+from .serving import load_box
 
 _T = TypeVar("_T")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
