@@ -21,8 +21,11 @@ from .output import CommandError, Exit, complain, unwritable
 _COMMANDS = {
     "chaos": "Break servers, processes and links, and see that every event arrives once.",
     "config": "Show the settings and where they come from.",
+    "consume": "Let the consumers of your box work.",
+    "consumers": "See who consumes, and how far each has come.",
     "demo": "Write and send under load, let things go wrong, and see that nothing is lost.",
     "dev": "Servers for development.",
+    "dlq": "Look into dead letters, and mend them.",
     "doctor": "Examine the database: what is wrong, and what to do.",
     "init": "Write a commented settings file.",
     "lanes": "See who sends what; pause, slow down or free lanes.",

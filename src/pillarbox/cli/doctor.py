@@ -12,16 +12,23 @@ from shlex import quote
 import click
 from sqlalchemy import Connection, select
 
+from ..app import Pillarbox
 from ..errors import NotMigratedError, StoreError
+from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
 from ..settings import Settings, masked
 from ..stores import inspection
+from ..stores.columns import from_now
+from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group, LaneState, RelayState
+from ..stores.letters import SqlLetters
 from ..stores.schema import check_schema, schema_version
 from ..stores.slots import slot_states
 from ..stores.tables import meta
+from .consumers import TWICE, too_short
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, age, emit, number, options, plain
+from .serving import load_box
 
 _OLDEST = {"PostgreSQL": (14,), "MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
 # Settings under which a crash of the server can lose what it has said to be committed.
@@ -58,10 +65,18 @@ class Check:
 
 
 @click.command()
+@click.argument("box", required=False, metavar="[MODULE:BOX]")
 @options
-def command(config: Path | None, as_json: bool) -> None:
-    """Examine the database, relays and lanes. Exits with 1 if there is a problem; warnings do not count."""
-    checks = run(_examine(load_settings(config)))
+def command(config: Path | None, as_json: bool, box: str | None) -> None:
+    """Examine the database, relays, lanes and consumers. Exits with 1 if there is a problem; warnings do not count.
+
+    With MODULE:BOX, also what only your code knows: how long the inboxes of its consumers remember.
+    """
+    settings = load_settings(config)
+    loaded = None if box is None else load_box(box)
+    checks = run(_examine(settings))
+    if loaded is not None:
+        checks += _retention(loaded)
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
     emit({"checks": [asdict(check) for check in checks], **counts}, text, as_json=as_json)
@@ -104,6 +119,8 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _backlog(groups)
     yield from _failures(groups)
     yield from _slots(connection)
+    yield from _consumers(connection)
+    yield from _letters(connection)
 
 
 def _original(connection: Connection) -> Iterator[Check]:
@@ -274,3 +291,46 @@ def _slots(connection: Connection) -> Iterator[Check]:
             yield Check("slots", State.WARNING, f"{what}, of {slot.budget:,} that it may keep", remedy)
         else:
             yield Check("slots", State.OK, what)
+
+
+def _consumers(connection: Connection) -> Iterator[Check]:
+    """Consumers that were ever registered. Nothing is said where there are none."""
+    now = connection.execute(select(from_now())).scalar_one()
+    for consumer in registered(connection):
+        waited = (now - (consumer.seen_at or consumer.updated_at)).total_seconds()
+        if waited < _LONG:
+            yield Check("consumers", State.OK, f"{consumer.name} was seen {age(max(0.0, waited))} ago")
+        else:
+            what = "was last seen" if consumer.seen_at else "has never run; it was registered"
+            remedy = (
+                f"start it: `pillarbox consume MODULE:BOX {quote(consumer.name)}`; or delete its row if it is no more"
+            )
+            yield Check("consumers", State.WARNING, f"{consumer.name} {what} {age(waited)} ago", remedy)
+
+
+def _letters(connection: Connection) -> Iterator[Check]:
+    """Letters that are open. Nothing is said where there are none."""
+    now, letters = connection.execute(select(from_now())).scalar_one(), SqlLetters()
+    for (consumer, kind), count in letters.count(connection, LetterFilter()).items():
+        oldest = letters.find(connection, LetterFilter(consumer, kinds=(kind,)), limit=1)
+        created_at = oldest[0].created_at if oldest else None
+        waited = 0.0 if created_at is None else max(0.0, (now - created_at).total_seconds())
+        if kind is not LetterKind.HELD:
+            what = f"{number(count, 'open letter')} of {consumer} ({kind}), the oldest for {age(waited)}"
+            remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
+            yield Check("letters", State.WARNING, what, remedy)
+            continue
+        what = f"{number(count, 'event')} held by {consumer}, the oldest for {age(waited)}"
+        if waited < _LONG:
+            yield Check("held", State.OK, what)
+        else:
+            remedy = (
+                f"their predecessors do not come: see `pillarbox dlq list --kind held --consumer {quote(consumer)}`"
+            )
+            yield Check("held", State.WARNING, what, remedy)
+
+
+def _retention(box: Pillarbox) -> list[Check]:
+    """What is known in the code alone. Nothing is said of sources that do not say how long they deliver again."""
+    found = [too_short(box, consumer) for consumer in box.consumers.values()]
+    return [Check("retention", State.WARNING, each, TWICE) for each in found if each is not None]

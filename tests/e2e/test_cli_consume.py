@@ -1,0 +1,257 @@
+"""``pillarbox consume`` and ``pillarbox consumers`` as they are run: real processes, on real databases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pillarbox import IntegrationEvent, Pillarbox
+from pillarbox.cli.output import Exit
+from tests.e2e import test_cli
+from tests.e2e.test_cli import CommandLine, checks, execute, on_postgres, on_sqlite
+from tests.servers import Database, wait_until
+
+pillarbox = test_cli.pillarbox
+database = test_cli.database
+migrated = test_cli.migrated
+
+SHOP = '''
+"""Consumers of the outbox, which leave lines in a file; while a file called "hold" exists, they wait in the middle."""
+
+import asyncio
+import os
+from datetime import timedelta
+from pathlib import Path
+
+from pillarbox import IntegrationEvent, Pillarbox, Reject
+from pillarbox.transports.memory import MemoryTransport
+
+
+class Paid(IntegrationEvent, name="tests.consume.paid"):
+    number: int
+
+
+class Forgetful(MemoryTransport):
+    redelivery_seconds = 7 * 86_400.0
+
+
+class Broken:
+    async def subscribe(self, topics, group):
+        raise RuntimeError("no such thing as postgresql://app:geheim@db/x")
+
+
+def note(what, event):
+    with open("notes", "a") as file:
+        file.write(f"{what} {event.number}\\n")
+
+
+box = Pillarbox(os.environ["PILLARBOX_DATABASE_URL"], transports={"broker": Forgetful()})
+empty = Pillarbox(os.environ["PILLARBOX_DATABASE_URL"])
+doomed = Pillarbox(os.environ["PILLARBOX_DATABASE_URL"])
+bills = box.consumer("bills", source="outbox")
+stock = box.consumer("stock", source="broker", topics=["goods", "parts"], retention=timedelta(days=2))
+lonely = doomed.consumer("lonely", source=Broken(), topics=["goods"])
+fine = doomed.consumer("fine", source="outbox")
+
+
+@bills.on(Paid)
+async def bill(event: Paid) -> None:
+    note("begun", event)
+    while Path("hold").exists():
+        await asyncio.sleep(0.005)
+    if event.number < 0 and not Path("generous").exists():
+        raise Reject("nobody pays less than nothing")
+    note("done", event)
+
+
+@stock.on(Paid)
+@lonely.on(Paid)
+@fine.on(Paid)
+async def look(event: Paid) -> None:
+    note("seen", event)
+'''
+
+
+class Paid(IntegrationEvent, name="tests.consume.paid"):
+    number: int
+
+
+def publish(database: Database, *numbers: int, tenant: str | None = None) -> None:
+    """Commit events for the consumer "bills", each with a key of its own."""
+    asyncio.run(_publish(database.url(), numbers, tenant))
+
+
+async def _publish(url: str, numbers: tuple[int, ...], tenant: str | None) -> None:
+    engine = create_async_engine(url)
+    async with Pillarbox(engine) as box:
+
+        @box.consumer("bills", source="outbox").on(Paid)
+        async def bill(event: Paid) -> None:
+            raise AssertionError(event)
+
+        async with box.unit_of_work(tenant=tenant) as uow:
+            for number in numbers:
+                uow.publish(Paid(number=number), key=f"key-{number}")
+    await engine.dispose()
+
+
+@pytest.fixture
+def shop(pillarbox: CommandLine, migrated: Database) -> Database:
+    (pillarbox.folder / "shop.py").write_text(SHOP)
+    return migrated
+
+
+def notes(pillarbox: CommandLine) -> list[str]:
+    file = pillarbox.folder / "notes"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def first_answer(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    said = ""
+    while line := process.stdout.readline():
+        said += line
+        with suppress(json.JSONDecodeError):
+            return json.loads(said)
+    raise AssertionError(f"it ended with {process.wait(10)}: {said}")
+
+
+class TestConsume:
+    def test_all_that_is_there(self, pillarbox: CommandLine, shop: Database) -> None:
+        publish(shop, 1, 2, -3)
+        done = pillarbox.json("consume", "shop:box", "bills", "--drain")
+        assert done == {
+            "consumers": [{"consumer": "bills", "handled": 2, "duplicates": 0, "letters": 1, "failures": 1}]
+        }
+        assert {*notes(pillarbox)} >= {"done 1", "done 2"}
+        again = pillarbox("consume", "shop:box", "bills", "--drain").stdout.splitlines()
+        assert [line.split() for line in again] == [
+            ["CONSUMER", "HANDLED", "DUPLICATES", "LETTERS", "FAILURES"],
+            ["bills", "0", "0", "0", "0"],
+        ]
+
+    @on_postgres
+    def test_h91_sigterm_lets_it_finish_what_it_has_begun(self, pillarbox: CommandLine, shop: Database) -> None:
+        (pillarbox.folder / "hold").touch()
+        publish(shop, 1)
+        process = pillarbox.start("consume", "shop:box", "--http", "0", "--json")
+        ready = first_answer(process)
+        assert ready["consumers"] == ["bills", "stock"]
+        wait_until(lambda: notes(pillarbox) == ["begun 1"], "the event to be begun")
+        wait_until(lambda: httpx.get(f"{ready['http']}/readyz").status_code == 200, "it to be ready")
+        for path in ("livez", "readyz"):
+            body = httpx.get(f"{ready['http']}/{path}").json()
+            assert (body["healthy"], [each["consumer"] for each in body["consumers"]]) == (True, ["bills", "stock"])
+        assert "dlq_letter_total" in httpx.get(f"{ready['http']}/metrics").text
+        process.send_signal(signal.SIGTERM)
+        (pillarbox.folder / "hold").unlink()
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert json.loads(out)["consumers"][0]["handled"] == 1
+        assert notes(pillarbox) == ["begun 1", "done 1"]
+        publish(shop, 2)
+        assert (
+            pillarbox.json("consume", "shop:box", "bills", "--drain")["consumers"][0]["handled"] == 1
+        )  # 1 is not again
+
+    @on_postgres
+    def test_h91_a_second_signal_ends_it_at_once(self, pillarbox: CommandLine, shop: Database) -> None:
+        (pillarbox.folder / "hold").touch()
+        publish(shop, 1)
+        process = pillarbox.start("consume", "shop:box", "--json", stderr=subprocess.PIPE)
+        first_answer(process)
+        wait_until(lambda: notes(pillarbox) == ["begun 1"], "the event to be begun")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=8)  # less than the grace
+        assert (process.returncode, err.splitlines()[-1]) == (Exit.TERMINATED, "error: terminated")
+        (pillarbox.folder / "hold").unlink()
+        wait_until(
+            lambda: pillarbox.json("consume", "shop:box", "bills", "--drain")["consumers"][0]["handled"] == 1,
+            "the event to be dealt with by another one",
+        )
+        assert notes(pillarbox).count("done 1") == 1
+
+    @on_sqlite
+    @pytest.mark.usefixtures("shop")
+    def test_h93_one_that_dies_takes_the_others_with_it_and_is_named(self, pillarbox: CommandLine) -> None:
+        done = pillarbox("consume", "shop:doomed", code=Exit.PROBLEM)
+        assert done.stdout == "running: lonely, fine\n"
+        assert done.stderr.startswith("error: consumer lonely has died: RuntimeError: no such thing")
+        assert "in subscribe" in done.stderr  # where it happened
+        assert not re.search("consumer fine|geheim", done.stderr)
+
+    @on_sqlite
+    @pytest.mark.usefixtures("shop")
+    def test_h81_an_inbox_that_forgets_too_soon_is_told_of(self, pillarbox: CommandLine) -> None:
+        said = pillarbox("consume", "shop:box", "--drain").stderr
+        assert "the inbox of stock remembers for 2.0 d, and its source may deliver again after 7.0 d: effects" in said
+        assert "bills" not in said
+        found = checks(pillarbox.json("doctor", "shop:box"))["retention"]
+        assert (found["state"], found["found"]) == (
+            "warning",
+            "the inbox of stock remembers for 2.0 d, and its source may deliver again after 7.0 d",
+        )
+
+    @on_sqlite
+    @pytest.mark.usefixtures("shop")
+    def test_mistakes(self, pillarbox: CommandLine) -> None:
+        complaint = pillarbox.complaint("consume", "shop:box", "bills", "goods", code=Exit.USAGE)
+        assert complaint == "error: shop:box has no consumer 'goods': it has bills, stock"
+        assert "shop:empty has no consumers" in pillarbox.complaint("consume", "shop:empty", code=Exit.USAGE)
+        assert "choose one" in pillarbox.complaint("consume", "shop", "--drain", "--http", "0", code=Exit.USAGE)
+        assert "there is no module" in pillarbox.complaint("consume", "nowhere", code=Exit.USAGE)
+
+    @on_sqlite
+    def test_a_database_that_is_not_migrated(self, pillarbox: CommandLine, database: Database) -> None:
+        (pillarbox.folder / "shop.py").write_text(SHOP)
+        execute(database, "SELECT 1")
+        assert "pillarbox migrate" in pillarbox.complaint("consume", "shop:box", code=Exit.NOT_MIGRATED)
+
+
+class TestConsumers:
+    def test_who_they_are_and_how_far_they_have_come(self, pillarbox: CommandLine, shop: Database) -> None:
+        assert pillarbox("consumers", "list").stdout == "no consumers\n"
+        publish(shop, 1, -2)
+        pillarbox("consume", "shop:box", "--drain")
+        bills, stock = pillarbox.json("consumers", "list")["consumers"]
+        assert (bills["name"], bills["kind"], bills["source"], bills["topics"]) == ("bills", "handlers", "outbox", [])
+        assert (bills["generation"], bills["handled"], bills["held"]) == (1, 1, 0)
+        assert bills["last_event_id"]
+        assert bills["seen_at"].endswith("Z")
+        assert (stock["source"], stock["topics"], stock["last_event_id"]) == ("broker", ["goods", "parts"], None)
+        lines = pillarbox("consumers", "list").stdout.splitlines()
+        assert lines[0].split()[:4] == ["NAME", "KIND", "SOURCE", "TOPICS"]
+        assert lines[2].split()[:5] == ["stock", "handlers", "broker", "goods,", "parts"]
+
+
+class TestDoctor:
+    def test_consumers_that_are_not_seen_and_letters_that_nobody_reads(
+        self, pillarbox: CommandLine, shop: Database
+    ) -> None:
+        assert not {"consumers", "letters", "held", "retention"} & checks(pillarbox.json("doctor")).keys()
+        publish(shop, -1, -2)
+        pillarbox("consume", "shop:box", "bills", "--drain")
+        found = checks(pillarbox.json("doctor"))
+        assert (found["consumers"]["state"], found["letters"]["state"]) == ("ok", "warning")
+        assert found["letters"]["found"].startswith("2 open letters of bills (rejected), the oldest for ")
+        assert "pillarbox dlq list --consumer bills" in found["letters"]["remedy"]
+
+        execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
+        execute(shop, "UPDATE pillarbox_letters SET kind = 'held'")
+        found = checks(pillarbox.json("doctor"))
+        assert found["consumers"]["state"] == "warning"
+        assert found["consumers"]["found"].startswith("bills was last seen ")
+        assert (found["held"]["state"], "letters" in found) == ("ok", False)
+        execute(shop, "UPDATE pillarbox_letters SET created_at = :past", past="2001-01-01 00:00:00")
+        held = checks(pillarbox.json("doctor"))["held"]
+        assert (held["state"], held["found"].startswith("2 events held by bills")) == ("warning", True)
