@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from sqlalchemy import select
 
 from .app import Pillarbox
+from .consumers.consumer import Consumer
 from .context import TRACEPARENT, event_context
 from .errors import (
     CommitOutcomeUnknown,
@@ -66,61 +67,81 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
 # -- its life ----------------------------------------------------------------------------------------------------------
 
 
-class _RelayInside:
-    """A relay that runs beside the requests. If it ends before it is told to, that is said, and `health` turns red."""
+_SORTS = {"handlers": "consumers", "projection": "projections"}
+"""What `health` calls them."""
 
-    def __init__(self, relay: Relay) -> None:
-        self.relay = relay
+
+class _Inside:
+    """A relay or a consumer that runs beside the requests. If it ends before it is told to, that is said, and `health`
+    turns red.
+    """
+
+    def __init__(self, worker: Relay | Consumer) -> None:
+        self.worker = worker
+        self._what = f"{'relay' if isinstance(worker, Relay) else 'consumer'} {worker.name}"
+        self.sort = "relay" if isinstance(worker, Relay) else _SORTS[worker.kind]
         self._told = False
-        self._task = asyncio.create_task(relay.run(), name=f"relay {relay.name}")
+        self._task = asyncio.create_task(worker.run(), name=self._what)
         self._task.add_done_callback(self._ended)
 
     @property
     def alive(self) -> bool:
-        return not self._task.done() and self.relay.alive
+        return not self._task.done() and self.worker.alive
+
+    @property
+    def healthy(self) -> bool:
+        return self.alive and self.worker.healthy
 
     async def begun(self) -> None:
-        """A relay that cannot run at all keeps the application from starting."""
+        """One that cannot run at all keeps the application from starting."""
         await asyncio.sleep(0)
         if self._task.done():
             self._told = True
             self._task.result()
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         self._told = True
-        self.relay.stop()
+        self.worker.stop()
+
+    async def ended(self) -> None:
         await asyncio.wait([self._task])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if not self._told:
             logger.critical(
-                "relay %s has died inside the application; nothing is sent from here until it is restarted",
-                self.relay.name,
+                "%s has died inside the application; nothing is %s from here until it is restarted",
+                self._what,
+                "sent" if isinstance(self.worker, Relay) else "consumed",
                 exc_info=error,
             )
 
 
-_inside: WeakKeyDictionary[Pillarbox, _RelayInside] = WeakKeyDictionary()
+_inside: WeakKeyDictionary[Pillarbox, list[_Inside]] = WeakKeyDictionary()
 _living: WeakSet[Pillarbox] = WeakSet()
 
 
 def lifespan(
-    box: Pillarbox, *, relay: bool | Callable[[], Relay] = False, also: Lifespan | None = None
+    box: Pillarbox,
+    *,
+    relay: bool | Callable[[], Relay] = False,
+    consumers: bool | Collection[str] = False,
+    also: Lifespan | None = None,
 ) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
     """The lifespan of an application with a box: ``FastAPI(lifespan=lifespan(box, relay=True, also=yours))``.
 
-    ``relay`` runs one inside the application: True, or what makes it, as in ``lambda: box.relay(lease=10)``. ``also``
-    is a lifespan of your own. The box starts first, then yours, then the relay; they end the other way round, so that
-    handlers find what your lifespan has opened. What yours yields is passed on. A box has one lifespan at a time: the
-    second to end would find it stopped.
+    ``relay`` runs one inside the application: True, or what makes it, as in ``lambda: box.relay(lease=10)``.
+    ``consumers`` runs consumers and projections of the box there: True for all, or their names. ``also`` is a lifespan
+    of your own. The box starts first, then yours, then the relay, then the consumers; they end the other way round, so
+    that handlers find what your lifespan has opened. What yours yields is passed on. A box has one lifespan at a time:
+    the second to end would find it stopped.
     """
     make = box.relay if relay is True else relay or None
 
     @asynccontextmanager
     async def live(app: Any) -> AsyncIterator[Any]:
         with _alone(box):
-            async with box, (also or _nothing)(app) as state, _running(box, make):
+            async with box, (also or _nothing)(app) as state, _running(box, make, consumers):
                 yield state
 
     return live
@@ -146,20 +167,48 @@ async def _nothing(_app: Any) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _running(box: Pillarbox, make: Callable[[], Relay] | None) -> AsyncIterator[None]:
-    if make is None:
+async def _running(
+    box: Pillarbox, make: Callable[[], Relay] | None, consumers: bool | Collection[str]
+) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        if make is not None:
+            await stack.enter_async_context(_beside(box, [make()]))
+        # Looked for only now: a module may make consumers after the application.
+        await stack.enter_async_context(_beside(box, _chosen(box, consumers)))
         yield
-        return
-    inside = _RelayInside(make())
-    await inside.begun()
-    _inside[box] = inside
+
+
+def _chosen(box: Pillarbox, consumers: bool | Collection[str]) -> list[Consumer]:
+    if consumers is False:
+        return []
+    if isinstance(consumers, str):
+        raise ConfigurationError(f"consumers is True, or a list of names, got {consumers!r}")
+    names = [*box.consumers] if consumers is True else [*consumers]
+    if not names:
+        raise ConfigurationError("there are no consumers to run: make one with box.consumer(...)")
+    if unknown := [name for name in names if name not in box.consumers]:
+        known = ", ".join(sorted(box.consumers)) or "none"
+        raise ConfigurationError(f"no consumer is called {', '.join(map(repr, unknown))}; known are: {known}")
+    return [consumer for name, consumer in box.consumers.items() if name in names]
+
+
+@asynccontextmanager
+async def _beside(box: Pillarbox, workers: Sequence[Relay | Consumer]) -> AsyncIterator[None]:
+    """They run as long as the block does."""
+    ours = [_Inside(worker) for worker in workers]
     try:
+        for each in ours:
+            await each.begun()
+        _inside[box] = [*_inside.get(box, ()), *ours]
         yield
     finally:
         try:
-            await inside.stop()
+            for each in ours:
+                each.stop()
+            for each in ours:
+                await each.ended()
         finally:
-            _inside.pop(box, None)
+            _inside[box] = [each for each in _inside.get(box, ()) if each not in ours]
 
 
 # -- a unit of work per request ----------------------------------------------------------------------------------------
@@ -245,31 +294,29 @@ error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
 def health(box: Pillarbox) -> APIRouter:
     """``/livez`` and ``/readyz``, for ``app.include_router(health(box))``: 200 or 503, and nothing that is secret.
 
-    Live: the process answers, and the relay inside it, if there is one, has not died and has lately tried to see to its
-    leases; else only a restart helps.
-    Ready: the database answers, and the relay has lately seen to its leases.
+    Live: the process answers, and what runs inside it, relay, consumers and projections, has not died; a relay has
+    lately tried to see to its leases, too. Else only a restart helps.
+    Ready: the database answers, the relay has lately seen to its leases, and the sources of consumers are to be had.
     """
     router = APIRouter(include_in_schema=False)
 
     @router.get("/livez")
     async def livez() -> JSONResponse:
-        inside = _inside.get(box)
-        return _checked(relay=None if inside is None else inside.alive)
+        return _checked({}, box, lambda inside: inside.alive)
 
     @router.get("/readyz")
     async def readyz() -> JSONResponse:
-        inside = _inside.get(box)
-        return _checked(
-            database=await _answers(box), relay=None if inside is None else inside.alive and inside.relay.healthy
-        )
+        return _checked({"database": await _answers(box)}, box, lambda inside: inside.healthy)
 
     return router
 
 
-def _checked(**checks: bool | None) -> JSONResponse:
-    known = {name: holds for name, holds in checks.items() if holds is not None}
-    well = all(known.values())
-    return JSONResponse({"ok": well, **known}, 200 if well else 503, {"cache-control": "no-store"})
+def _checked(checks: dict[str, bool], box: Pillarbox, holds: Callable[[_Inside], bool]) -> JSONResponse:
+    """Whether it holds for all of a sort. Names are not told."""
+    for inside in _inside.get(box, ()):
+        checks[inside.sort] = checks.get(inside.sort, True) and holds(inside)
+    well = all(checks.values())
+    return JSONResponse({"ok": well, **checks}, 200 if well else 503, {"cache-control": "no-store"})
 
 
 async def _answers(box: Pillarbox) -> bool:

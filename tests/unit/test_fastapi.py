@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -17,9 +18,10 @@ import pytest
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
-from pillarbox import ConfigurationError, IntegrationEvent, Pillarbox, current_context
+from pillarbox import ConfigurationError, IntegrationEvent, Pillarbox, Route, current_context
 from pillarbox.fastapi import TenantMiddleware, TraceMiddleware, error_handlers, health, lifespan, unit_of_work
 from pillarbox.relay import Relay
+from pillarbox.transports.memory import MemoryTransport
 from tests.relays import Line, soon
 from tests.web import TestClient, client
 
@@ -253,6 +255,126 @@ class TestHealth:
             finally:
                 lines[0].mend()
             await soon(live)
+
+
+class Counted(IntegrationEvent, name="tests.fastapi.counted"):
+    number: int
+
+
+class TestConsumers:
+    def box(self, url: str) -> tuple[Pillarbox, asyncio.Queue[int]]:
+        """A box with two consumers of the same events, and what the first one has seen."""
+        seen = asyncio.Queue[int]()
+        routes = [Route("tests.fastapi.counted", to="broker", topic="counted")]
+        box = Pillarbox(url, transports={"broker": MemoryTransport()}, routes=routes)
+
+        @box.consumer("first", source="broker", topics=["counted"]).on(Counted)
+        async def see(event: Counted) -> None:
+            await seen.put(event.number)
+
+        @box.consumer("second", source="broker", topics=["counted"]).on(Counted)
+        async def overlook(event: Counted) -> None:
+            pass
+
+        return box, seen
+
+    async def test_they_run_inside_with_a_relay_and_end_before_your_own_lifespan(self, url: str) -> None:
+        box, seen = self.box(url)
+        app, alive = FastAPI(), list[bool]()
+        app.include_router(health(box))
+
+        @asynccontextmanager
+        async def mine(_app: Any) -> AsyncIterator[None]:
+            await box.migrate()
+            yield
+            alive.extend(consumer.alive for consumer in box.consumers.values())
+
+        async with lifespan(box, relay=True, consumers=True, also=mine)(app), client(app) as asking:
+            async with box.unit_of_work() as uow:
+                uow.publish(Counted(number=1), key="a")
+            async with asyncio.timeout(20):
+                assert await seen.get() == 1
+
+            async def ready() -> bool:
+                return (await asking.get("/readyz")).status_code == 200
+
+            await soon(ready)
+            assert (await asking.get("/readyz")).json() == {
+                "ok": True,
+                "database": True,
+                "relay": True,
+                "consumers": True,
+            }
+            assert (await asking.get("/livez")).json() == {"ok": True, "relay": True, "consumers": True}
+        assert alive == [False, False]
+
+    async def test_only_those_that_are_named(self, url: str) -> None:
+        box, _ = self.box(url)
+        async with lifespan(box, consumers=["second"], also=migrated(box))(None):
+            assert [consumer.name for consumer in box.consumers.values() if consumer.alive] == ["second"]
+        assert not box.consumers["second"].alive
+
+    async def test_one_whose_source_is_away_lives_and_is_not_ready(self, url: str) -> None:
+        class Away:
+            async def subscribe(self, _topics: Any, _group: Any) -> Any:
+                raise ConnectionRefusedError("10.1.2.3:6650")
+
+        box, app = self.box(url)[0], FastAPI()
+        app.include_router(health(box))
+
+        @box.consumer("cut off", source=Away(), topics=["counted"]).on(Counted)
+        async def never(event: Counted) -> None:
+            pass
+
+        async with lifespan(box, consumers=["cut off"], also=migrated(box))(app), client(app) as asking:
+            assert (await asking.get("/livez")).json() == {"ok": True, "consumers": True}
+            answer = await asking.get("/readyz")
+            assert (answer.status_code, answer.json()) == (503, {"ok": False, "database": True, "consumers": False})
+
+    async def test_h93_one_that_dies_is_said_and_seen(self, url: str, caplog: pytest.LogCaptureFixture) -> None:
+        class Broken:
+            async def subscribe(self, _topics: Any, _group: Any) -> Any:
+                raise ArithmeticError("a bug")
+
+        box, app = self.box(url)[0], FastAPI()
+        app.include_router(health(box))
+
+        @box.consumer("doomed", source=Broken(), topics=["counted"]).on(Counted)
+        async def never(event: Counted) -> None:
+            pass
+
+        async with lifespan(box, consumers=True, also=migrated(box))(app), client(app) as asking:
+            await soon(lambda: "consumer doomed has died inside the application; nothing is consumed" in caplog.text)
+            answer = await asking.get("/livez")
+            assert (answer.status_code, answer.json()) == (503, {"ok": False, "consumers": False})
+            assert "doomed" not in answer.text
+            assert box.consumers["first"].alive
+        assert caplog.text.count("has died") == 1
+
+    @pytest.mark.parametrize(
+        ("consumers", "what"),
+        [
+            (["first", "third"], "no consumer is called 'third'; known are: first, second"),
+            ("first", "a list of names"),
+            ([], "there are no consumers to run"),
+        ],
+    )
+    async def test_names_that_are_none(self, url: str, consumers: Any, what: str) -> None:
+        box, _ = self.box(url)
+        with pytest.raises(ConfigurationError, match=what):
+            async with lifespan(box, consumers=consumers, also=migrated(box))(None):
+                pass
+        with pytest.raises(ConfigurationError, match="there are no consumers to run"):
+            async with lifespan(Pillarbox(url), consumers=True)(None):
+                pass
+
+    async def test_one_that_cannot_run_keeps_the_application_from_starting(self, url: str) -> None:
+        box, _ = self.box(url)
+        box.consumer("idle", source="broker", topics=["counted"])
+        with pytest.raises(ConfigurationError, match="consumer idle has no handler"):
+            async with lifespan(box, consumers=True, also=migrated(box))(None):
+                pass
+        assert not any(consumer.alive for consumer in box.consumers.values())
 
 
 class Measured(IntegrationEvent, name="tests.fastapi.measured"):
