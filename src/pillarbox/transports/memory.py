@@ -7,7 +7,8 @@ until they are acknowledged. It lives on one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +35,8 @@ class MemoryTransport:
         self._refusals: list[tuple[Callable[[Message], bool], str]] = []
         self._answers_to_lose = 0
         self._away = False
+        self._random: random.Random | None = None
+        self._within_keys = False
         self._waiting: list[asyncio.Future[None]] = []
 
     # -- for tests -----------------------------------------------------------------------------------------------------
@@ -41,6 +44,10 @@ class MemoryTransport:
     def sent(self, topic: str) -> list[Message]:
         """All messages of a topic so far, in the order of arrival."""
         return list(self._topics.get(topic, ()))
+
+    def topics(self) -> list[str]:
+        """The topics that hold messages, in the order of their first one."""
+        return [topic for topic, messages in self._topics.items() if messages]
 
     async def received(self, topic: str, count: int = 1) -> list[Message]:
         """Wait until the topic holds that many messages; all of them come back."""
@@ -74,6 +81,16 @@ class MemoryTransport:
     def lose_answers(self, count: int = 1) -> None:
         """Store what the next requests bring, and let the answers to them be lost."""
         self._answers_to_lose += count
+
+    def reorder(self, seed: int = 0, *, within_keys: bool = False) -> None:
+        """Hand out what is there in a random order, which the seed repeats. Each key keeps its own order, as brokers
+        promise, unless ``within_keys`` breaks that too.
+        """
+        self._random, self._within_keys = random.Random(seed), within_keys  # noqa: S311  repeatable, not secret
+
+    def stop_reordering(self) -> None:
+        """Hand out in the order of arrival again."""
+        self._random = None
 
     # -- publisher -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +171,17 @@ class MemoryTransport:
                 self._groups[name][group] = dict.fromkeys(map(_Copy, self.sent(name)))
         return [self._groups[name][group] for name in names]
 
+    def _in_some_order(self, taken: list[Received]) -> list[Received]:
+        if self._random is None:
+            return taken
+        if self._within_keys:
+            return self._random.sample(taken, len(taken))
+        lines: defaultdict[tuple[str, str | None, str], deque[Received]] = defaultdict(deque)
+        for each in taken:
+            lines[_line(each.message)].append(each)
+        places = [line for line, waiting in lines.items() for _ in waiting]
+        return [lines[line].popleft() for line in self._random.sample(places, len(places))]
+
     def _deliver(self, topic: str, messages: Sequence[Message]) -> None:
         for copies in self._groups[topic].values():
             copies.update(dict.fromkeys(map(_Copy, messages)))
@@ -232,7 +260,7 @@ class MemorySubscription:
         for copies in self._topics:
             taken += [copy.give(self) for copy in islice(_free(copies, self), limit - len(taken))]
         self._set_deadlines([each.handle for each in taken])
-        return taken
+        return self._broker._in_some_order(taken)
 
     def _set_deadlines(self, copies: Sequence[_Copy]) -> None:
         if self.deadline is not None:
@@ -283,6 +311,11 @@ def _free(copies: _Open, member: MemorySubscription) -> Iterator[_Copy]:
             stopped.add(copy.message.key)
         elif copy.holder is None and copy.message.key not in stopped:
             yield copy
+
+
+def _line(message: Message) -> tuple[str, str | None, str]:
+    """What keeps its order."""
+    return message.topic, message.headers.get("tenant_id"), message.key
 
 
 def _take_back(topics: Collection[_Open], member: MemorySubscription | None = None) -> None:
