@@ -1,0 +1,145 @@
+"""Faults between a message and its acknowledgement, for tests of handlers.
+
+They are made where consumers and handlers get their messages, so they are the same for every source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+from uuid import UUID
+
+from ..consumers.desk import Work
+from ..consumers.handling import Effects, Incoming
+from ..consumers.intake import Deals
+from ..consumers.processing import Dealt
+from ..event import EventType
+from ..unit_of_work import UnitOfWork
+
+
+class Faults:
+    """What is to go wrong."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        """How often everything comes again."""
+        self.before_ack = 0
+        """So many batches come again, as the process died before it acknowledged them."""
+        self.before_commit = 0
+        """So many transactions end by the death of the process."""
+
+    def repeats(self) -> int:
+        """How often what was just dealt with comes again."""
+        crash = self.before_ack > 0
+        self.before_ack -= crash
+        return self.copies + crash
+
+    def dies(self) -> bool:
+        """Whether the process dies before this COMMIT."""
+        dies = self.before_commit > 0
+        self.before_commit -= dies
+        return dies
+
+
+class Failures:
+    """What has failed and has not succeeded since, with the exception: a test wants to see where it came from."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[str, str], tuple[str, BaseException | None]] = {}
+        """What was said, and what was raised, by handler and event."""
+
+    def failed(self, handler: str, event_id: str, said: str, error: BaseException | None) -> None:
+        """An attempt has failed."""
+        self.open[handler, event_id] = said, error
+
+    def settled(self, handler: str, event_id: str) -> None:
+        """It is dealt with."""
+        self.open.pop((handler, event_id), None)
+
+
+class FaultyEffects:
+    """`Effects` that may be undone at the last moment, and that remember what was raised."""
+
+    def __init__(self, effects: Effects, faults: Faults) -> None:
+        self._effects = effects
+        self._faults = faults
+        self.raised: dict[UUID, BaseException] = {}
+
+    @property
+    def kinds(self) -> Collection[EventType]:
+        return self._effects.kinds
+
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+        try:
+            await self._effects.apply(uow, incoming)
+        except Exception as error:
+            self.raised |= {each.context.event_id: error for each in incoming}
+            raise
+        if incoming and self._faults.dies():
+            raise ConnectionError("the test lets the process die before COMMIT")
+
+
+class FaultyDeals:
+    """`Deals` that get messages again that they had dealt with."""
+
+    def __init__(self, consumer: str, deals: Deals, effects: FaultyEffects, faults: Faults, failures: Failures) -> None:
+        self._consumer = consumer
+        self._deals = deals
+        self._effects = effects
+        self._faults = faults
+        self._failures = failures
+
+    async def deal(self, works: Sequence[Work]) -> Dealt:
+        self._effects.raised.clear()
+        dealt = await self._deals.deal(works)
+        self._note(dealt)
+        if dealt.settled:
+            for _ in range(self._faults.repeats()):
+                for work in dealt.settled:
+                    await self._deals.deal([work])
+        return dealt
+
+    def _note(self, dealt: Dealt) -> None:
+        for work in dealt.settled:
+            self._failures.settled(self._consumer, _event_id(work))
+        first = {work.line: work for work in reversed(dealt.left)}
+        for line, reason in dealt.reasons.items():
+            event_id = _event_id(first[line])
+            raised = next((it for found, it in self._effects.raised.items() if str(found) == event_id), None)
+            self._failures.failed(self._consumer, event_id, reason, raised)
+
+
+class FaultyHandler:
+    """A handler of the bus that is called again for events that it has handled: there is no inbox before it."""
+
+    def __init__(self, name: str, handler: Callable[[Any], Any], faults: Faults, failures: Failures) -> None:
+        self._name = name
+        self._handler = handler
+        self._faults = faults
+        self._failures = failures
+
+    async def handle(self, event: Any) -> None:
+        """Call it, as the bus would."""
+        event_id = str(getattr(event, "event_id", id(event)))
+        try:
+            await self._call(event)
+            for _ in range(self._faults.repeats()):
+                await self._call(event)
+        except Exception as error:
+            self._failures.failed(self._name, event_id, f"{type(error).__name__}: {error}", error)
+            raise
+        self._failures.settled(self._name, event_id)
+
+    async def _call(self, event: Any) -> None:
+        if inspect.iscoroutinefunction(self._handler):
+            await self._handler(event)
+            return
+        result = await asyncio.to_thread(self._handler, event)
+        if inspect.isawaitable(result):
+            await result
+
+
+def _event_id(work: Work) -> str:
+    return work.message.headers.get("event_id", "")

@@ -1,0 +1,425 @@
+"""What the fixture ``pillarbox`` is: a box that is ready for a test, and the means to look at it and to disturb it.
+
+The box is a service's own or one from a few routes. Every transport of it is a broker in memory, and its database is a
+file in the test's folder. Nothing runs in the background: `Harness.drain` does all that there is to do, and returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection, MetaData, text, update
+from sqlalchemy.event import listen
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from .. import clock
+from ..app import Pillarbox
+from ..clock import Clock
+from ..consumers.consumer import Consumer
+from ..consumers.desk import Work
+from ..errors import ConfigurationError
+from ..event import capture, registry
+from ..inbox import Letter
+from ..outbox import Status
+from ..route import Origin, Route, Router, default_aggregate_type
+from ..stores.columns import from_now
+from ..stores.tables import outbox
+from ..transport import Message, Received, Transport
+from ..transports.memory import MemoryTransport
+from .fake_clock import FakeClock
+from .faults import Failures, Faults
+from .published import check_fields, describe, differences
+from .takeover import Takeover
+
+ATTEMPTS = 5
+"""A drain leaves what has failed in so many rounds in which nothing else happened."""
+ROUNDS = 200
+
+_Event = TypeVar("_Event")
+
+
+class HandlerFailedError(AssertionError):
+    """A handler has failed again and again. Its own exception is the cause of this one."""
+
+
+@dataclass(frozen=True)
+class PillarboxConfig:
+    """What the box of a test is like. Return one from a fixture ``pillarbox_config``."""
+
+    box: Pillarbox | Callable[[], Pillarbox] | None = None
+    """The box of the service, or a function that makes one. Its transports and its database are replaced while the
+    test runs; then everything about it is as before.
+    """
+    routes: Sequence[Route] = ()
+    """Without a box: the routes of a new one."""
+    transports: Collection[str] | Mapping[str, Transport] = ()
+    """Without a box: transports that no route names. All are brokers in memory; of those that are given as objects, the
+    limits are kept.
+    """
+    tenancy: Literal["off", "required"] = "off"
+    """Without a box: whether each event needs a tenant."""
+    metadata: MetaData | Sequence[MetaData] = ()
+    """The tables of the service: they are created."""
+    setup: Callable[[Pillarbox], Any] | None = None
+    """Called with the box when it is started, before its tables are made: registers handlers and consumers, binds
+    sessionmakers to ``box.engine``. May be async.
+    """
+    url: str | None = None
+    """Another database than an SQLite file in the test's folder. It should be empty."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What was done."""
+
+    sent: int = 0
+    """Deliveries that brokers, handlers and consumers of the outbox have taken."""
+    handled: int = 0
+    """Messages that took effect in consumers."""
+    duplicates: int = 0
+    """Messages that consumers knew already."""
+    letters: int = 0
+    failures: int = 0
+    """Attempts of consumers that failed, whatever came of it."""
+
+    def __add__(self, other: Drained) -> Drained:
+        mine, theirs = vars(self), vars(other)
+        return Drained(**{name: mine[name] + theirs[name] for name in mine})
+
+
+class Harness:
+    """See the module. Used as ``async with``, which the plugin does around every async test that has the fixture."""
+
+    def __init__(self, config: PillarboxConfig, folder: Path) -> None:
+        self.clock = FakeClock()
+        """The clock of the test, and of the box while the test runs. The database has its own, which is real."""
+        self._config = config
+        self._url = config.url or f"sqlite+aiosqlite:///{folder / 'pillarbox.db'}"
+        self._faults = Faults()
+        self._failures = Failures()
+        self.box = _box_of(config)
+        """The box."""
+        self._takeover = Takeover(self.box, self._faults, self._failures)
+        self.brokers = self._takeover.brokers
+        """The brokers in memory, by the names of the transports in whose place they are."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clocks: list[AbstractContextManager[Clock]] = []
+        self._sent_here: set[UUID] = set()
+        self._numbers = itertools.count(1)
+
+    @property
+    def broker(self) -> MemoryTransport:
+        """The broker, if there is one only."""
+        return self._broker(None)
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        self._clocks.append(clock.use(self.clock))
+        self._clocks[-1].__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clocks.pop().__exit__(kind, error, trace)
+        await self.stop()
+
+    @property
+    def started(self) -> bool:
+        """Whether it is to be stopped."""
+        return self._loop is not None
+
+    async def start(self) -> None:
+        """Make the box ready: started, migrated, with the tables of the service. Again is fine: an async fixture that
+        needs the box calls it, as the test has not begun then.
+        """
+        if self._loop is not None:
+            return
+        self._takeover.begin(self._url)
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._make_ready()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _make_ready(self) -> None:
+        await self.box.start()
+        if self.box.takes_turns:
+            await _do_not_wait_for_the_disk(self.box.engine)
+        if self._config.setup is not None:
+            made = self._config.setup(self.box)
+            if inspect.isawaitable(made):
+                await made
+        await self.box.migrate()
+        given = self._config.metadata
+        async with self.box.engine.begin() as connection:
+            for metadata in [given] if isinstance(given, MetaData) else given:
+                await connection.run_sync(metadata.create_all)
+
+    async def stop(self) -> None:
+        """Stop the box, and let it be what it was before the test."""
+        if self._loop is None:
+            return
+        self._loop = None
+        try:
+            await self.box.stop()
+        finally:
+            self._takeover.end()
+
+    def close(self) -> None:
+        """Stop what was started outside of a test and never stopped, in whatever loop is left."""
+        loop = self._loop
+        if loop is None:
+            return
+        if loop.is_closed():
+            asyncio.run(self.stop())
+        else:
+            loop.run_until_complete(self.stop())
+
+    # -- doing ---------------------------------------------------------------------------------------------------------
+
+    async def drain(self, *, strict: bool = True) -> Drained:
+        """Send what the outbox holds and deal with what arrives, and with all that comes of it, until nothing is left
+        anywhere. Nothing waits for a back-off.
+
+        A handler that keeps failing fails the test by `HandlerFailedError`, unless ``strict`` is false. The events of a
+        consumer stay where they are, and the next drain tries again; those of a durable handler are dead after as many
+        attempts as their route allows. A broker that is away keeps what is on its way to it.
+        """
+        await self.start()
+        total, in_vain = Drained(), 0
+        self._failures.open.clear()
+        with clock.use(self.clock):
+            for _ in range(ROUNDS):
+                done, rejected = await self._round()
+                total += done
+                in_vain = 0 if done.sent + done.handled + done.letters else in_vain + 1
+                # What was sent has been received in the same round; what was handled may have raised something.
+                if not (done.handled or done.letters or done.failures or rejected) or in_vain == ATTEMPTS:
+                    break
+            else:
+                raise AssertionError(f"there is no end after {ROUNDS} rounds: handlers seem to answer each other")
+        if strict:
+            self._raise_failure()
+        return total
+
+    async def _round(self) -> tuple[Drained, int]:
+        """Everything once; what was done, and how many deliveries were refused."""
+        self._takeover.adopt()
+        async with self.box.engine.begin() as connection:
+            await connection.run_sync(_make_due)
+        handlers, self.box.handlers = self.box.handlers, self._takeover.handlers()
+        try:
+            counts = await self.box.relay().drain()
+        finally:
+            self.box.handlers = handlers
+        done = Drained(sent=counts.sent)
+        for consumer in [*self.box.consumers.values()]:
+            if consumer.effects.kinds:
+                with suppress(ConnectionError):  # its broker is away
+                    done += Drained(**_fields(await consumer.drain()))
+        return done, counts.rejected
+
+    async def deliver(
+        self,
+        event: object,
+        *,
+        consumer: str | Consumer | None = None,
+        key: str | UUID | None = None,
+        tenant: str | None = None,
+    ) -> Drained:
+        """Give an event to a consumer, or to all that want it, as if it came from its source. The effect is there when
+        this returns; what the handler has raised is in the outbox, for `drain`.
+        """
+        await self.start()
+        self._takeover.adopt()
+        done = Drained()
+        with clock.use(self.clock):
+            for each in self._wanting(event, consumer):
+                topic = each.topics[0] if each.topics else each.name
+                message = self._message(event, topic, key, tenant)
+                done += await self._deal(each, message)
+                self._raise_failure(each.name, message.headers["event_id"])
+        return done
+
+    async def _deal(self, consumer: Consumer, message: Message) -> Drained:
+        before = replace(consumer._report.tally)
+        await consumer.register()
+        work = Work(Received(message), (message.topic, message.headers.get("tenant_id"), message.key))
+        for _ in range(ATTEMPTS):
+            dealt = await self._takeover.deals[consumer.name].deal([work])
+            if not dealt.left:
+                break
+        after = _fields(consumer._report.tally)
+        return Drained(**{name: after[name] - count for name, count in _fields(before).items()})
+
+    def _wanting(self, event: object, consumer: str | Consumer | None) -> list[Consumer]:
+        if isinstance(consumer, Consumer):
+            return [consumer]
+        known = self.box.consumers
+        if consumer is not None:
+            if consumer not in known:
+                names = ", ".join(sorted(known)) or "none"
+                raise ConfigurationError(f"no consumer is called {consumer!r}; known are: {names}")
+            return [known[consumer]]
+        name = registry.of(event).name
+        found = [each for each in known.values() if any(kind.name == name for kind in each.effects.kinds)]
+        if not found:
+            raise ConfigurationError(f"no consumer of the box has a handler for {name!r}")
+        return found
+
+    async def send(
+        self,
+        event: object,
+        *,
+        topic: str,
+        key: str | UUID | None = None,
+        tenant: str | None = None,
+        broker: str | None = None,
+    ) -> None:
+        """Put an event on a topic, as another service does. The next `drain` finds it there; it does not count as
+        published.
+        """
+        await self.start()
+        message = self._message(event, topic, key, tenant)
+        self._sent_here.add(UUID(message.headers["event_id"]))
+        outcome = await self._broker(broker).send("another service", [message])
+        if not outcome.accepted:
+            refused = [rejection.reason for rejection in outcome.rejected]
+            raise ConnectionError("; ".join(refused) or outcome.reason)
+
+    def _message(self, event: object, topic: str, key: str | UUID | None, tenant: str | None) -> Message:
+        raised = capture(event)
+        kind = replace(raised.type, integration=True)  # an event that stays inside reaches consumers of the outbox
+        router = Router([Route(kind.name, to="test", topic="test")], self.box.codecs.named, {}, 1)
+        origin = Origin(default_aggregate_type(kind.name), str(key or raised.event_id), None, 0, 1)
+        [delivery] = router.deliveries(msgspec.structs.replace(raised, type=kind), origin, tenant)
+        return Message(topic, delivery.key, delivery.body, delivery.headers, number=next(self._numbers))
+
+    def _broker(self, name: str | None) -> MemoryTransport:
+        if name is None and len(self.brokers) == 1:
+            return next(iter(self.brokers.values()))
+        if name not in self.brokers:
+            known = ", ".join(sorted(self.brokers)) or "none"
+            raise ConfigurationError(f"which broker? known are: {known}; take one from pillarbox.brokers")
+        return self.brokers[name]
+
+    def _raise_failure(self, *wanted: str) -> None:
+        """Of a handler and an event, or of all."""
+        __tracebackhide__ = True
+        for (handler, event_id), (said, error) in self._failures.open.items():
+            if not wanted or wanted == (handler, event_id):
+                raise HandlerFailedError(f"{handler} cannot handle event {event_id}: {said}") from error
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    @overload
+    def published(self) -> list[object]: ...
+
+    @overload
+    def published(self, kind: type[_Event]) -> list[_Event]: ...
+
+    def published(self, kind: type | None = None) -> list[Any]:
+        """The events that brokers have got, of one type or all, decoded. An event that goes to several topics, or twice
+        to one, counts once; dead letters do not count.
+        """
+        found: dict[str, object] = {}
+        for broker in self.brokers.values():
+            for topic in broker.topics():
+                for message in broker.sent(topic):
+                    event_id = message.headers["event_id"]
+                    ours = UUID(event_id) not in self._sent_here and "dlq_consumer" not in message.headers
+                    if ours and event_id not in found:
+                        found[event_id] = self.box.decode(message)
+        return [event for event in found.values() if kind is None or isinstance(event, kind)]
+
+    def assert_published(self, kind: type[_Event], *, times: int | None = None, **fields: object) -> list[_Event]:
+        """That events of this type with these fields were published, so many or at least one; they come back."""
+        __tracebackhide__ = True
+        check_fields(kind, fields)
+        found = [event for event in self.published(kind) if not differences(event, fields)]
+        if len(found) == times or (times is None and found):
+            return found
+        raise AssertionError(describe(kind, fields, times, len(found), self.published()))
+
+    def assert_nothing_published(self, kind: type | None = None) -> None:
+        """That no event, or none of this type, was published."""
+        __tracebackhide__ = True
+        found = self.published() if kind is None else self.published(kind)
+        if found:
+            raise AssertionError(describe(kind, {}, 0, len(found), found))
+
+    async def letters(self, *, consumer: str | None = None, tenant: str | None = None) -> list[Letter]:
+        """The open letters of a consumer, or of all: messages that it could not turn into effects."""
+        await self.start()
+        return [letter async for letter in self.box.dead_letters(consumer=consumer, tenant=tenant)]
+
+    # -- disturbing ----------------------------------------------------------------------------------------------------
+
+    def duplicate(self, times: int = 1) -> None:
+        """From now on, everything comes so many times more to consumers and handlers; 0 ends that."""
+        self._faults.copies = times
+
+    def reorder(self, seed: int = 0, *, within_keys: bool = False) -> None:
+        """From now on, messages of brokers come in an order that the seed makes, each key in its own order unless
+        ``within_keys`` is said. See `MemoryTransport.reorder`.
+        """
+        for broker in self.brokers.values():
+            broker.reorder(seed, within_keys=within_keys)
+
+    def crash_before_ack(self, times: int = 1) -> None:
+        """The next batch is dealt with, but the process dies before it says so: it comes again."""
+        self._faults.before_ack += times
+
+    def crash_before_commit(self, times: int = 1) -> None:
+        """The next transaction of a consumer is undone after its handlers, as the process dies before COMMIT. Its
+        messages come again.
+        """
+        self._faults.before_commit += times
+
+
+def _box_of(config: PillarboxConfig) -> Pillarbox:
+    if config.box is None:
+        given = config.transports if isinstance(config.transports, Mapping) else {}
+        names = dict.fromkeys([*config.transports, *(route.to for route in config.routes)])
+        transports = {name: given.get(name, MemoryTransport()) for name in names}
+        return Pillarbox(transports=transports, routes=config.routes, tenancy=config.tenancy)
+    if config.routes or config.transports or config.tenancy != "off":
+        raise ConfigurationError("PillarboxConfig: a box has its own routes, transports and tenancy; give it alone")
+    return config.box if isinstance(config.box, Pillarbox) else config.box()
+
+
+async def _do_not_wait_for_the_disk(engine: AsyncEngine) -> None:
+    """A test's file need not survive a power cut."""
+
+    def relax(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA synchronous = OFF").close()
+
+    listen(engine.sync_engine, "connect", relax)
+    await engine.dispose()  # what is connected already
+
+
+def _make_due(connection: Connection) -> None:
+    """What waits for its next attempt need not wait any longer. No relay is at work, so nobody is disturbed."""
+    connection.execute(update(outbox).where(outbox.c.status == Status.RETRYING).values(available_at=from_now()))
+    if connection.dialect.name == "postgresql":
+        connection.execute(
+            text("UPDATE pillarbox_failures SET available_at = clock_timestamp() WHERE status = 'RETRYING'")
+        )
+
+
+def _fields(tally: Any) -> dict[str, int]:
+    return {name: getattr(tally, name) for name in ("handled", "duplicates", "letters", "failures")}

@@ -1,0 +1,126 @@
+"""A service's own box, with brokers in memory and the database of a test in place of what it has.
+
+Modules make a box, routes, consumers and handlers when they are imported, and their functions refer to them. So a test
+does not make another box: it takes the one that is there, and puts everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from ..app import Pillarbox
+from ..consumers.consumer import Consumer
+from ..consumers.from_outbox import OutboxIntake
+from ..consumers.handling import Handlers
+from ..consumers.intake import SubscriptionIntake
+from ..errors import ConfigurationError
+from ..retry import RetryPolicy
+from ..transports.memory import MemoryTransport
+from .faults import Failures, Faults, FaultyDeals, FaultyEffects, FaultyHandler
+
+AT_ONCE = RetryPolicy(base=0.001, cap=0.001)
+"""No test waits for a back-off."""
+
+
+class Takeover:
+    """Of one box, for one test."""
+
+    def __init__(self, box: Pillarbox, faults: Faults, failures: Failures) -> None:
+        self.box = box
+        self.brokers = {name: MemoryTransport(given.capabilities) for name, given in box.transports.items()}
+        self.deals: dict[str, FaultyDeals] = {}
+        """Who deals with the messages of each consumer."""
+        self._faults = faults
+        self._failures = failures
+        self._kept: list[_Kept] = []
+
+    def begin(self, url: str) -> None:
+        """From now on it is the test's. It is not started yet."""
+        box = self.box
+        if box._started:
+            raise ConfigurationError("the box is started already: leave that to the fixture, and stop it before a test")
+        self._kept = [_Kept(box), _Kept(box.router), _Kept(box._outbox)]
+        box._given, box._engine, box._unit_sessions = url, None, None
+        if box._shards is None:
+            box._shards = 1  # a lane per route: there is little to do, and looking costs time
+        given, box.transports = box.transports, {**self.brokers}
+        for consumer in box.consumers.values():
+            self._adopt(consumer, given)
+
+    def adopt(self) -> None:
+        """Include the consumers that were made since."""
+        for name, consumer in self.box.consumers.items():
+            if name not in self.deals:
+                self._adopt(consumer, self.box.transports)
+
+    def handlers(self) -> dict[str, Any]:
+        """The durable handlers of the box, with faults."""
+        return {
+            name: FaultyHandler(name, handler, self._faults, self._failures).handle
+            for name, handler in self.box.handlers.items()
+        }
+
+    def end(self) -> None:
+        """Put everything back. The box must have been stopped."""
+        for kept in reversed(self._kept):
+            kept.put_back()
+        self._kept = []
+
+    def _adopt(self, consumer: Consumer, given: Mapping[str, Any]) -> None:
+        processor, intake, box = consumer._processor, consumer._intake, self.box
+        self._kept += [_Kept(consumer), _Kept(processor)]
+        if isinstance(consumer.effects, Handlers):
+            self._kept.append(_Kept(consumer.effects))
+        effects = FaultyEffects(processor._effects, self._faults)
+        deals = self.deals[consumer.name] = FaultyDeals(consumer.name, processor, effects, self._faults, self._failures)
+        processor._effects, processor._retry = effects, AT_ONCE
+        # Whatever waits for events belongs to one loop, and the next test has another.
+        consumer._finished = asyncio.Event()
+        consumer._finished.set()
+        if isinstance(intake, SubscriptionIntake):
+            consumer._intake = SubscriptionIntake(
+                self._stand_in(consumer, intake._subscriber, given),
+                consumer.topics,
+                consumer.name,
+                deals=deals,
+                report=consumer._report,
+                flow=intake._flow,
+                retry=AT_ONCE,
+                takes_turns=lambda: box.takes_turns,
+            )
+        elif isinstance(intake, OutboxIntake):
+            name = consumer.name
+            consumer._intake = OutboxIntake(deals, intake._destination._batch, lambda it: box.relay_to(name, it))
+
+    def _stand_in(self, consumer: Consumer, subscriber: object, given: Mapping[str, Any]) -> MemoryTransport:
+        """The broker in place of a subscriber. One that is no transport itself, as for Pulsar, gets what the routes of
+        the box send to its topics; if none does, it has the only broker, or one by the name of its consumer.
+        """
+        same = [name for name, transport in given.items() if transport is subscriber]
+        routed = [route.to for route in self.box.router._routes if route.topic in consumer.topics]
+        only = [*self.brokers] if len(self.brokers) == 1 else []
+        return self.brokers.setdefault([*same, *routed, *only, consumer.name][0], MemoryTransport())
+
+
+class _Kept:
+    """What an object was like. From now on it has copies of what may be changed in place."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+        self._state = {**vars(thing)}
+        vars(thing).update({name: _copy(value) for name, value in self._state.items()})
+
+    def put_back(self) -> None:
+        vars(self._thing).clear()
+        vars(self._thing).update(self._state)
+
+
+def _copy(value: Any) -> Any:
+    """Lists and dicts may be changed in place, and so may lists in dicts."""
+    if type(value) is list:
+        return [*value]
+    if type(value) is dict:
+        return {key: [*each] if type(each) is list else each for key, each in value.items()}
+    return value
