@@ -25,6 +25,7 @@ from .. import clock, telemetry
 from ..errors import ConfigurationError, StoreError
 from ..inbox import Inbox, LetterFilter, LetterKind, Letters, consumer_id
 from ..projections.projection import Projection
+from ..projections.rebuild import From, Rebuild, Rebuilt, Tell
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
@@ -90,6 +91,7 @@ class Consumer:
         self.topics = [*topics]
         self.effects = effects
         self._home = home
+        self._subscriber = subscriber
         self._inbox = inbox
         self._letters = letters
         self._terms = terms
@@ -211,6 +213,33 @@ class Consumer:
     async def redrive(self, letter_id: int) -> bool:
         """Give a letter to the handlers once more. See `Processor.redrive`."""
         return await self._processor.redrive(letter_id)
+
+    async def rebuild(
+        self, source: From = "outbox", *, incomplete: bool = False, progress: Tell | None = None
+    ) -> Rebuilt:
+        """Write the table of a projection anew, from the events in the outbox, at the broker, or in these archives and
+        then in the outbox, and put it in the place of the old one. It may run meanwhile, here and elsewhere.
+
+        Refused if the old one has had events that are not found there, unless it may be ``incomplete``. ``progress`` is
+        told how far it has come, and may be async.
+        """
+        if not isinstance(self.effects, Projection):
+            raise ConfigurationError(
+                f"{self.name} has handlers, and what they do is not done again: only projections can be rebuilt"
+            )
+        await self.register()
+        rebuild = Rebuild(
+            self.name,
+            self._home,
+            self.effects,
+            source=self.source,
+            topics=self.topics,
+            subscriber=self._subscriber,
+            inbox=self._inbox,
+            letters=self._letters,
+            progress=progress,
+        )
+        return await rebuild.run(source, incomplete=incomplete)
 
     @property
     def alive(self) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, bindparam, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from ..errors import StoreError
+from ..errors import ConcurrencyError, StoreError
 from ..inbox import Admission, Arrival
 from ..outbox import stable_hash
 from .append import explained
@@ -318,14 +318,32 @@ def read_committed(connection: Connection) -> None:
 
 
 def hold_generation(connection: Connection, name: str) -> int:
-    """The generation of a projection, which nobody changes before the end of this transaction."""
+    """The generation of a projection, which nobody changes before the end of this transaction. `ConcurrencyError` while
+    it is being put in the place of another one.
+    """
     this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
     # Beside it, others may hold it and may write how far they have come.
-    return int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
+    found = int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
+    if found < 0:
+        raise ConcurrencyError(
+            f"projection {name} is being swapped for its generation {-found}: in a moment it goes on; if that lasts, a "
+            "rebuild has died just then, and another one mends it"
+        )
+    return found
+
+
+def generation_of(connection: Connection, name: str) -> int:
+    """The generation of a projection; below 0 if its table is being put in the place of another one, or was when
+    somebody died.
+    """
+    this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
+    return int(connection.execute(this).scalar_one())
 
 
 def set_generation(connection: Connection, name: str, generation: int) -> None:
-    """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such."""
+    """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such. Below 0, it
+    is the mark that the table of that generation is being put in its place, and nobody can hold it.
+    """
     this = consumers_table.c.id == stable_hash(name)
     connection.execute(select(consumers_table.c.id).where(this).with_for_update())
     changed = update(consumers_table).where(this).values(generation=generation, updated_at=from_now())

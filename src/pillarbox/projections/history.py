@@ -1,0 +1,177 @@
+"""The past of a projection: the events that have made its table, in the order in which they were written.
+
+The outbox still has them, as far as retention has left them there; archives have what it has taken away. A broker may
+have all of them, and brings them by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, Select, and_, exists, func, literal, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from ..consumers.home import OUTBOX
+from ..errors import ConfigurationError, StoreError
+from ..outbox import BUS, Status
+from ..stores import archive
+from ..stores.archive import Archived
+from ..stores.tables import inbox, meta, outbox, routes
+from ..transport import Message
+
+PAGE = 2_000
+"""Events that are read at a time."""
+
+_UNDELIVERED = (Status.RETRYING, Status.PARKED, Status.FAILED, Status.DISCARDED)
+"""What is known not to have been delivered. It comes by itself when that changes, perhaps as something else."""
+_decode_headers = msgspec.json.Decoder(dict[str, str]).decode
+
+
+class Feed(NamedTuple):
+    """Which deliveries a projection gets."""
+
+    routes: tuple[int, ...]
+    topics: tuple[str, ...]
+    """All of them, if none is named."""
+    names: tuple[str, ...]
+    """Of the events that it wants."""
+
+    def has(self, row: Archived) -> bool:
+        """Whether it got this one."""
+        fits = row.route_id in self.routes and row.event_type in self.names and row.status is Status.SENT
+        return fits and (not self.topics or row.topic in self.topics)
+
+
+def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str], names: Sequence[str]) -> Feed:
+    """The feed of a consumer: the route that bears its name, or those that lead to its source."""
+    if source == OUTBOX:
+        fits = and_(routes.c.destination == BUS, routes.c.topic == name)
+    else:
+        fits = routes.c.destination == source
+    found = tuple(connection.scalars(select(routes.c.id).where(fits)))
+    if not found:
+        raise ConfigurationError(
+            f"no route of this database leads to {source!r}, from where {name!r} has its events: rebuild it from the "
+            "broker"
+        )
+    return Feed(found, tuple(topics), tuple(sorted(set(names))))
+
+
+# -- the outbox --------------------------------------------------------------------------------------------------------
+
+
+def count(connection: Connection, feed: Feed) -> int:
+    """About how many events there are."""
+    wanted = select(func.count()).select_from(outbox).where(*_conditions(feed))
+    return int(connection.scalar(wanted) or 0)
+
+
+async def unseen(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
+    """What the outbox has for this feed and the inbox does not know of this consumer, in pages.
+
+    All pages are of one snapshot. A key's events are written one after the other, each when the one before has
+    committed: so whenever a snapshot shows an event, it shows those before it. Pages with a snapshot each would not do:
+    a transaction that draws its numbers early and commits late would be missing on the first one, and the next event of
+    its key be there on the second.
+    """
+    read = _stream if engine.dialect.name == "postgresql" else _pages
+    async with aclosing(read(engine, feed, consumer)) as pages:
+        async for page in pages:
+            yield page
+
+
+async def _stream(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
+    """By a cursor, which sorts once: on PostgreSQL the outbox has no index by id."""
+    given = {"consumer": consumer, "routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None}
+    async with engine.connect() as connection:
+        one = await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        rows = await one.stream(_UNSEEN, given, execution_options={"yield_per": PAGE})
+        try:
+            async for page in rows.partitions(PAGE):
+                yield [_message(row) for row in page]
+        finally:
+            await rows.close()
+
+
+async def _pages(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
+    wanted = _unseen(feed, consumer)
+    # SQLite has one writer at a time: rows commit in the order of their ids, and each page may have its own snapshot.
+    # One for all would keep it from tidying up.
+    at_once = engine.dialect.name != "sqlite"
+    async with engine.connect() as connection:
+        if at_once:
+            connection = await connection.execution_options(isolation_level="REPEATABLE READ")  # noqa: PLW2901
+        after = 0
+        while rows := (await connection.execute(wanted.where(outbox.c.id > after).limit(PAGE))).all():
+            if not at_once:
+                await connection.rollback()
+            yield [_message(row) for row in rows]
+            after = rows[-1].id
+
+
+def _message(row: Any) -> Message:
+    return Message(row.topic, row.key, bytes(row.body), _decode_headers(row.headers))
+
+
+def _conditions(feed: Feed) -> list[Any]:
+    found: list[Any] = [outbox.c.route.in_(feed.routes), outbox.c.event_type.in_(feed.names)]
+    return [*found, outbox.c.topic.in_(feed.topics)] if feed.topics else found
+
+
+def _unseen(feed: Feed, consumer: int) -> Select[Any]:
+    seen = exists().where(
+        inbox.c.consumer == consumer,
+        inbox.c.tenant == func.coalesce(outbox.c.tenant, literal("", inbox.c.tenant.type)),
+        inbox.c.event_id == outbox.c.event_id,
+    )
+    columns = outbox.c.id, outbox.c.topic, outbox.c.key, outbox.c.headers, outbox.c.body
+    delivered = outbox.c.status.not_in(_UNDELIVERED)
+    return select(*columns).where(*_conditions(feed), delivered, ~seen).order_by(outbox.c.id)
+
+
+# An edit is what was sent, and the journal of failures has it.
+_UNSEEN = text(
+    f"""
+    SELECT o.id, o.topic, o.key, CAST(coalesce(f.headers, o.headers) AS text) AS headers,
+           coalesce(f.body, o.body) AS body
+    FROM pillarbox_outbox o
+    LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+    WHERE o.route = ANY (CAST(:routes AS bigint[])) AND o.event_type = ANY (CAST(:names AS text[]))
+      AND (CAST(:topics AS text[]) IS NULL OR o.topic = ANY (CAST(:topics AS text[])))
+      AND coalesce(f.status, o.status) NOT IN ({", ".join(f"'{status}'" for status in _UNDELIVERED)})
+      AND NOT EXISTS (
+          SELECT FROM pillarbox_inbox i
+          WHERE i.consumer = :consumer AND i.tenant = coalesce(o.tenant, '')
+            AND i.event_id = coalesce(f.event_id, o.event_id)
+      )
+    ORDER BY o.id
+    """  # noqa: S608  constants
+)
+
+
+# -- archives ----------------------------------------------------------------------------------------------------------
+
+
+async def archived(engine: AsyncEngine, files: Sequence[Path], feed: Feed) -> AsyncGenerator[list[Message], None]:
+    """What these files have for this feed, from the oldest file on. All of them are verified first."""
+    async with engine.connect() as connection:
+        here = (await connection.execute(select(meta.c.install_id))).scalar_one()
+    known = [(file, await asyncio.to_thread(archive.verify, file)) for file in files]
+    for file, summary in known:
+        if summary.header.install_id != here:
+            raise StoreError(f"{file} was not made from this database: it is of {summary.header.install_id}")
+    for file, summary in sorted(known, key=lambda each: each[1].header.made_at):
+        rows = iter(archive.read_in_order(file, summary))
+        while page := await asyncio.to_thread(_next_page, rows, feed):
+            yield page
+
+
+def _next_page(rows: Iterator[Archived], feed: Feed) -> list[Message]:
+    fitting = (Message(row.topic, row.key, row.content, row.headers) for row in rows if feed.has(row))
+    return [*islice(fitting, PAGE)]

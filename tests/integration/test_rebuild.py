@@ -1,0 +1,566 @@
+"""Projections that are written anew while they are read and go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+from sqlalchemy import CheckConstraint, Connection, Index, String, func, inspect, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pillarbox import Aggregate, IntegrationEvent, Pillarbox, Poison, RetryPolicy, Route, TenantScoped, UnitOfWork
+from pillarbox.consumers.consumer import Consumer
+from pillarbox.errors import ConfigurationError, StoreError
+from pillarbox.inbox import LetterKind, LetterState, consumer_id
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, on
+from pillarbox.projections.rebuild import Progress, Rebuild, Stage
+from pillarbox.stores import inbox as stored
+from pillarbox.stores.tables import inbox, letters, outbox
+from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
+from tests.servers import Database
+
+QUICKLY = RetryPolicy(base=0.001, cap=0.01)
+TOPIC = "jars"
+JSON = msgspec.json.Decoder()
+
+
+class JarMade(IntegrationEvent, name="tests.rebuilt.made", version=1):
+    jar_id: UUID
+    label: str
+
+
+class JarFilled(IntegrationEvent, name="tests.rebuilt.filled", version=1):
+    jar_id: UUID
+    label: str
+    grams: int
+
+
+class JarBroken(IntegrationEvent, name="tests.rebuilt.broken", version=1):
+    jar_id: UUID
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Jar(Aggregate, Base):
+    __tablename__ = "rebuilt_source"
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(String(20))
+    grams: Mapped[int] = mapped_column(default=0)
+    version: Mapped[int] = mapped_column(default=0)
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  SQLAlchemy's way
+
+    @classmethod
+    def make(cls, label: str) -> Jar:
+        jar = cls(id=uuid4(), label=label, grams=0)
+        jar.raise_event(JarMade(jar_id=jar.id, label=label))
+        return jar
+
+    def fill(self, grams: int) -> None:
+        self.grams += grams
+        self.raise_event(JarFilled(jar_id=self.id, label=self.label, grams=grams))
+
+    def smash(self) -> None:
+        self.grams = 0
+        self.raise_event(JarBroken(jar_id=self.id))
+
+
+class JarRow(ProjectionRow, Base):
+    __tablename__ = "rebuilt_jars"
+    __table_args__ = (
+        Index("ix_rebuilt_label", "label", "grams"),
+        CheckConstraint("grams >= 0", name="ck_rebuilt_grams"),
+    )
+
+    jar_id: Mapped[UUID] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(String(20))
+    grams: Mapped[int] = mapped_column(default=0)
+    code: Mapped[str | None] = mapped_column(String(40), unique=True)
+
+
+class LabelRow(ProjectionRow, Base):
+    """Counts that no version guards: an event that is applied twice, or not at all, shows."""
+
+    __tablename__ = "rebuilt_labels"
+
+    label: Mapped[str] = mapped_column(String(20), primary_key=True)
+    fillings: Mapped[int] = mapped_column(default=0)
+    grams: Mapped[int] = mapped_column(default=0)
+
+
+class OwnLabelRow(ProjectionRow, TenantScoped, Base):
+    __tablename__ = "rebuilt_own_labels"
+
+    label: Mapped[str] = mapped_column(String(20), primary_key=True)
+    grams: Mapped[int] = mapped_column(default=0)
+
+
+class Jars(Projection, row=JarRow):
+    @on(JarMade)
+    def made(self, event: JarMade) -> Change:
+        return self.put(jar_id=event.jar_id, label=event.label, grams=0, code=f"c{event.jar_id}")
+
+    @on(JarFilled)
+    def filled(self, event: JarFilled) -> Change:
+        return self.put(jar_id=event.jar_id, label=event.label, grams=Add(event.grams))
+
+    @on(JarBroken)
+    def broken(self, event: JarBroken) -> Change:
+        return self.remove(jar_id=event.jar_id)
+
+
+class WholeJars(Jars, row=JarRow, name="whole jars", contiguous=True):
+    """None of their events may be missing."""
+
+
+class Labels(Projection, row=LabelRow, guarded=False):
+    refused: frozenset[int] = frozenset()
+    """Nobody can bear fillings of so many grams."""
+    broken: type[Exception] | None = None
+
+    @on(JarFilled)
+    def filled(self, event: JarFilled) -> Change:
+        if event.grams in self.refused:
+            raise Poison("too much")
+        if self.broken is not None:
+            raise self.broken("nobody knows this")
+        return self.put(label=event.label, fillings=Add(1), grams=Add(event.grams))
+
+
+class OwnLabels(Projection, row=OwnLabelRow, guarded=False):
+    @on(JarFilled)
+    def filled(self, event: JarFilled) -> Change:
+        return self.put(label=event.label, grams=Add(event.grams))
+
+
+@asynccontextmanager
+async def open_box(url: str, **options: Any) -> AsyncIterator[Pillarbox]:
+    engine = create_async_engine(url)
+    routes = [Route("tests.rebuilt.*", to="broker", topic=TOPIC)]
+    async with Pillarbox(engine, transports={"broker": MemoryTransport()}, routes=routes, shards=2, **options) as box:
+        await box.migrate()
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        yield box
+    await engine.dispose()
+
+
+@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
+    return fresh_database(request.param)
+
+
+@pytest.fixture
+async def box(database: Database) -> AsyncIterator[Pillarbox]:
+    async with open_box(database.url()) as box:
+        yield box
+
+
+@pytest.fixture
+async def postgres_box(postgres_database: Database) -> AsyncIterator[Pillarbox]:
+    async with open_box(postgres_database.url()) as box:
+        yield box
+
+
+def projected(box: Pillarbox, projection: type[Projection] | Projection, **options: Any) -> Consumer:
+    return box.projection(projection, source="outbox", retry=QUICKLY, **options)
+
+
+async def fill_jars(box: Pillarbox, count: int, *, label: str = "plum", tenant: str | None = None) -> None:
+    """Some jars, each with a life; every third one breaks."""
+    jars = [Jar.make(f"{label} {number % 3}") for number in range(count)]
+    async with box.unit_of_work(tenant=tenant) as uow:
+        uow.add(*jars)
+    for turn in range(3):
+        async with box.unit_of_work(tenant=tenant) as uow:
+            for number, jar in enumerate(jars):
+                found = await uow.session.get_one(Jar, jar.id)
+                if turn == 2 and number % 3 == 0:
+                    found.smash()
+                else:
+                    found.fill(10 * turn + number)
+
+
+async def rows_of(box: Pillarbox | AsyncEngine, row: Any) -> list[tuple[Any, ...]]:
+    """All that events have written."""
+    engine = box.engine if isinstance(box, Pillarbox) else box
+    table = row.__table__
+    columns = [column for column in table.c if column.name != "projected_at"]
+    async with engine.connect() as connection:
+        return [tuple(it) for it in await connection.execute(select(*columns).order_by(*table.primary_key))]
+
+
+async def spoil(box: Pillarbox, table: str, change: str) -> None:
+    async with box.engine.begin() as connection:
+        await connection.execute(text(f"UPDATE {table} SET {change}"))
+
+
+async def tables_of(box: Pillarbox) -> set[str]:
+    async with box.engine.connect() as connection:
+        return {name for name in await connection.run_sync(lambda it: inspect(it).get_table_names()) if "__" in name}
+
+
+async def generation(box: Pillarbox, name: str) -> int:
+    async with box.engine.connect() as connection:
+        return await connection.run_sync(stored.generation_of, name)
+
+
+async def inbox_size(box: Pillarbox, name: str, generation: int) -> int:
+    async with box.engine.connect() as connection:
+        counted = select(func.count()).where(inbox.c.consumer == consumer_id(name, generation))
+        return (await connection.execute(counted)).scalar_one()
+
+
+def at(stage: Stage, work: Callable[[], Awaitable[object]]) -> Callable[[Progress], Awaitable[None]]:
+    """Do this when the rebuild first comes to that stage."""
+    done: list[Stage] = []
+
+    async def tell(progress: Progress) -> None:
+        if progress.stage is stage and not done:
+            done.append(stage)
+            await work()
+
+    return tell
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+async def test_a_spoilt_table_is_again_what_the_events_say(box: Pillarbox) -> None:
+    jars, labels = projected(box, Jars), projected(box, Labels)
+    await fill_jars(box, 10)
+    await jars.drain()
+    await labels.drain()
+    whole, counts = await rows_of(box, JarRow), await rows_of(box, LabelRow)
+    await spoil(box, "rebuilt_jars", "grams = 7, label = 'wrong'")
+    await spoil(box, "rebuilt_labels", "grams = 7")
+    done = await jars.rebuild()
+    assert (done.generation, done.events, done.left_out) == (2, 40, 0)
+    await labels.rebuild()
+    assert await rows_of(box, JarRow) == whole
+    assert await rows_of(box, LabelRow) == counts
+    assert await tables_of(box) == set()
+    assert (await inbox_size(box, "rebuilt_jars", 1), await inbox_size(box, "rebuilt_jars", 2)) == (0, 40)
+
+
+async def test_again_and_again_and_the_live_one_goes_on_each_time(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    for number in range(1, 4):
+        await fill_jars(box, 3)
+        await labels.drain()
+        whole = await rows_of(box, LabelRow)
+        done = await labels.rebuild()
+        assert (done.generation, done.events) == (number + 1, 8 * number)
+        assert await rows_of(box, LabelRow) == whole
+    again = await labels.drain()
+    assert (again.handled, again.duplicates) == (0, 0)
+
+
+async def test_names_of_indexes_and_constraints_stay(box: Pillarbox) -> None:
+    jars = projected(box, Jars)
+
+    def shape(connection: Connection) -> list[Any]:
+        known, table = inspect(connection), "rebuilt_jars"
+        return [
+            known.get_pk_constraint(table),
+            sorted(known.get_indexes(table), key=lambda it: str(it["name"])),
+            sorted(known.get_unique_constraints(table), key=lambda it: str(it["name"])),
+            known.get_check_constraints(table),
+            [{**column, "type": str(column["type"])} for column in known.get_columns(table)],
+        ]
+
+    async with box.engine.connect() as connection:
+        before = await connection.run_sync(shape)
+    await fill_jars(box, 2)
+    await jars.rebuild()
+    await jars.rebuild()
+    async with box.engine.connect() as connection:
+        assert await connection.run_sync(shape) == before
+
+
+async def test_what_waits_in_the_outbox_is_applied_once(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 5)
+    done = await labels.rebuild()
+    assert done.events == 14 - 1
+    whole = await rows_of(box, LabelRow)
+    tally = await labels.drain()
+    assert (tally.handled, tally.duplicates) == (0, 13)
+    assert await rows_of(box, LabelRow) == whole
+
+
+@pytest.mark.parametrize("stage", [Stage.REPLAYING, Stage.CATCHING_UP, Stage.SWAPPING, Stage.CLEARING])
+async def test_what_comes_meanwhile_is_there_once(box: Pillarbox, stage: Stage) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+    await spoil(box, "rebuilt_labels", "grams = 7")
+
+    async def more() -> None:
+        await fill_jars(box, 4, label="pear")
+        if stage is not Stage.SWAPPING:  # then it is held
+            await labels.drain()
+        await fill_jars(box, 4, label="fig")
+
+    await labels.rebuild(progress=at(stage, more))
+    await labels.drain()
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+
+
+async def folded(box: Pillarbox) -> list[tuple[str, int, int]]:
+    """What the labels must be, from the events themselves."""
+    totals: dict[str, tuple[int, int]] = {}
+    async with box.engine.connect() as connection:
+        named = select(outbox.c.body).where(outbox.c.event_type == "tests.rebuilt.filled", outbox.c.topic == TOPIC)
+        for (body,) in await connection.execute(named):
+            said = JSON.decode(bytes(body))
+            fillings, grams = totals.get(said["label"], (0, 0))
+            totals[said["label"]] = fillings + 1, grams + said["grams"]
+    return sorted((label, *counts) for label, counts in totals.items())
+
+
+async def test_with_writers_and_the_live_one_at_work_all_the_time(box: Pillarbox) -> None:
+    labels = projected(box, Labels, batch=20)
+    await fill_jars(box, 20)
+    running = asyncio.create_task(labels.run())
+    busy = True
+
+    async def write() -> None:
+        while busy:
+            await fill_jars(box, 3, label="pear")
+
+    writing = asyncio.create_task(write())
+    try:
+        for number in (2, 3):
+            done = await labels.rebuild()
+            assert done.generation == number
+    finally:
+        busy = False
+        await writing
+        labels.stop()
+        await running
+    await labels.drain()
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+
+
+async def test_each_tenant_has_its_own_rows(box: Pillarbox) -> None:
+    labels = projected(box, OwnLabels)
+    for tenant in ("acme", "globex"):
+        await fill_jars(box, 4, tenant=tenant)
+    await labels.drain()
+    whole = await rows_of(box, OwnLabelRow)
+    await spoil(box, "rebuilt_own_labels", "grams = 7")
+    await labels.rebuild()
+    assert await rows_of(box, OwnLabelRow) == whole
+    assert {row[0] for row in whole} == {"acme", "globex"}
+
+
+# -- what cannot be applied --------------------------------------------------------------------------------------------
+
+
+async def letters_of(box: Pillarbox, **wanted: Any) -> list[tuple[LetterKind, LetterState]]:
+    states = tuple(LetterState)
+    return [(it.kind, it.state) async for it in box.dead_letters(states=states, **wanted)]
+
+
+async def test_an_event_that_nobody_can_bear_is_left_out(box: Pillarbox) -> None:
+    projection = Labels()
+    projection.refused = frozenset({2})
+    labels = projected(box, projection)
+    await fill_jars(box, 5)
+    await labels.drain()
+    whole = await rows_of(box, LabelRow)
+    done = await labels.rebuild()
+    assert (done.events, done.left_out) == (12, 1)
+    assert await rows_of(box, LabelRow) == whole
+    assert await letters_of(box) == [(LetterKind.POISON, LetterState.OPEN)]
+
+
+async def test_one_that_can_be_applied_now_has_its_letter_closed(box: Pillarbox) -> None:
+    projection = Labels()
+    projection.refused = frozenset({2})
+    labels = projected(box, projection)
+    await fill_jars(box, 5)
+    await labels.drain()
+    projection.refused = frozenset()
+    await labels.rebuild()
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+    assert await letters_of(box) == [(LetterKind.POISON, LetterState.REDRIVEN)]
+
+
+async def test_one_that_cannot_be_applied_any_more_gets_a_letter(box: Pillarbox) -> None:
+    projection = Labels()
+    labels = projected(box, projection)
+    await fill_jars(box, 5)
+    await labels.drain()
+    projection.refused = frozenset({2})
+    done = await labels.rebuild()
+    assert done.left_out == 1
+    assert await letters_of(box) == [(LetterKind.POISON, LetterState.OPEN)]
+    projection.refused = frozenset()
+    [letter] = [it async for it in box.dead_letters()]
+    assert await labels.redrive(letter.id)
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+
+
+async def test_an_error_that_nobody_knows_ends_it_and_leaves_everything(box: Pillarbox) -> None:
+    projection = Labels()
+    labels = projected(box, projection)
+    await fill_jars(box, 3)
+    await labels.drain()
+    await spoil(box, "rebuilt_labels", "grams = 7")
+    spoilt = await rows_of(box, LabelRow)
+    projection.broken = RuntimeError
+    with pytest.raises(StoreError, match=r"is as it was: event .* RuntimeError: nobody knows this"):
+        await labels.rebuild()
+    assert await rows_of(box, LabelRow) == spoilt
+    assert await tables_of(box) == set()
+    assert (await generation(box, labels.name), await inbox_size(box, labels.name, 2)) == (1, 0)
+
+
+async def test_what_waits_for_its_predecessors_waits_in_the_new_one(box: Pillarbox) -> None:
+    jars = projected(box, WholeJars)
+    await fill_jars(box, 2)
+    await jars.drain()
+    whole = await rows_of(box, JarRow)
+    async with box.engine.begin() as connection:
+        await connection.execute(
+            letters.insert().values(
+                consumer=jars.name,
+                kind=LetterKind.HELD,
+                state=LetterState.OPEN,
+                reason="of the old one",
+                event_type="x",
+                schema_version=1,
+                topic="x",
+                key="x",
+                headers="{}",
+                body=b"",
+                attempts=1,
+            )
+        )
+    await jars.rebuild()
+    assert await rows_of(box, JarRow) == whole
+    assert await letters_of(box) == []
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+async def test_h86_what_handlers_have_done_is_not_done_again(box: Pillarbox) -> None:
+    mails = box.consumer("mails", source="outbox")
+
+    @mails.on(JarFilled)
+    async def send(_event: JarFilled, _uow: UnitOfWork) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="mails has handlers"):
+        await mails.rebuild()
+
+
+async def test_a_second_rebuild_at_the_same_time(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 2)
+
+    async def again() -> None:
+        with pytest.raises(StoreError, match="is being rebuilt by somebody else"):
+            await labels.rebuild()
+
+    await labels.rebuild(progress=at(Stage.REPLAYING, again))
+    assert (await labels.rebuild()).generation == 3
+
+
+async def test_a_past_that_is_not_whole(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 3)
+    await labels.drain()
+    async with box.engine.begin() as connection:
+        first = (await connection.execute(select(func.min(outbox.c.id)).where(outbox.c.topic == labels.name))).scalar()
+        await connection.execute(outbox.delete().where(outbox.c.id == first))
+    whole = await rows_of(box, LabelRow)
+    with pytest.raises(StoreError, match=r"it has had 1 events or more that are not found"):
+        await labels.rebuild()
+    assert await rows_of(box, LabelRow) == whole
+    assert (await labels.rebuild(incomplete=True)).events == 7
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ("CREATE VIEW seen AS SELECT label FROM rebuilt_labels", "seen"),
+        ("CREATE TABLE mine (label varchar(20) REFERENCES rebuilt_labels (label))", "mine"),
+    ],
+)
+async def test_others_that_refer_to_the_table(postgres_box: Pillarbox, made: str, reason: str) -> None:
+    labels = projected(postgres_box, Labels)
+    async with postgres_box.engine.begin() as connection:
+        await connection.execute(text(made))
+    with pytest.raises(ConfigurationError, match=f"{reason}.* refers to it"):
+        await labels.rebuild()
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process has died."""
+
+
+@pytest.mark.parametrize("stage", [*Stage])
+async def test_a_rebuild_that_dies_is_mended_by_the_next_one(
+    box: Pillarbox, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+    whole = await rows_of(box, LabelRow)
+    await spoil(box, "rebuilt_labels", "grams = 7")
+
+    async def die() -> None:
+        raise Killed
+
+    async def nothing(_rebuild: Rebuild) -> None:
+        """Who is dead does not clean up."""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rebuild, "_give_up", nothing)
+        with suppress(Killed):
+            await labels.rebuild(progress=at(stage, die))
+    await fill_jars(box, 1, label="plum")
+    await labels.rebuild()
+    await labels.drain()
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+    assert len(await rows_of(box, LabelRow)) == len(whole)
+    assert await tables_of(box) == set()
+    left = {number: await inbox_size(box, labels.name, number) for number in (1, 2, 3)}
+    assert [number for number, size in left.items() if size] == [await generation(box, labels.name)]
+
+
+async def test_one_that_is_told_to_stop_leaves_nothing(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+    whole = await rows_of(box, LabelRow)
+    for stage in (Stage.REPLAYING, Stage.CATCHING_UP, Stage.SWAPPING):
+        reached = asyncio.Event()
+
+        async def wait(reached: asyncio.Event = reached) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(labels.rebuild(progress=at(stage, wait)))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await tables_of(box) == set()
+        assert await rows_of(box, LabelRow) == whole
+        assert (await generation(box, labels.name), await inbox_size(box, labels.name, 2)) == (1, 0)
