@@ -1,58 +1,169 @@
-"""The inbox and the letters in memory, without a database. There are no transactions: what is written stays."""
+"""The inbox and the letters in memory, without a database.
+
+The connection is a `MemoryTransaction`, or None: then what is written stays at once. A row that a transaction has
+written is its own until it ends; others see what was there before, and whoever wants to write it is told by
+`RowLockedError` whom to wait for.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from msgspec.structs import replace
 
 from .. import clock
+from ..errors import StoreError
 from ..inbox import Admission, Arrival, Letter, LetterFilter, LetterKind, LetterState
 from ..redaction import redacted
 from .inbox import Seen, admissions
 
-_Place = tuple[int, str]
+_Place = tuple[int, str, UUID]
+_Key = TypeVar("_Key", bound=Hashable)
+_Row = TypeVar("_Row")
+_Found = TypeVar("_Found")
+
+
+class RowLockedError(StoreError):
+    """Another transaction has written the row, and nobody knows yet whether that stands: try again when it is over."""
+
+    def __init__(self, owner: MemoryTransaction) -> None:
+        super().__init__("another transaction has written this row")
+        self.owner = owner
+
+
+class MemoryTransaction:
+    """What was written in it stands or falls together."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._undo: list[Callable[[], None]] = []
+        self._release: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], object]] = []
+
+    def attempt(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
+        """Call a function of this transaction; if it fails, it has done nothing, and holds nothing."""
+        undo, release = len(self._undo), len(self._release)
+        try:
+            return function(self, *arguments, **options)
+        except Exception:
+            self._go_back(undo, release)
+            raise
+
+    def holds(self, release: Callable[[], None]) -> None:
+        """It holds one more row; this lets go of it."""
+        self._release.append(release)
+
+    def wrote(self, undo: Callable[[], None]) -> None:
+        """It has written; this undoes it."""
+        self._undo.append(undo)
+
+    def commit(self) -> None:
+        """Let it stand."""
+        self._undo.clear()
+        self._end()
+
+    def rollback(self) -> None:
+        """Let nothing of it have happened."""
+        self._end()
+
+    def when_over(self, callback: Callable[[], object]) -> None:
+        """Call it when nothing is held any more."""
+        self._waiting.append(callback)
+
+    def _end(self) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._go_back(0, 0)
+        for callback in self._waiting:
+            callback()
+
+    def _go_back(self, undo: int, release: int) -> None:
+        for step in reversed(self._undo[undo:]):
+            step()
+        for step in self._release[release:]:
+            step()
+        del self._undo[undo:], self._release[release:]
+
+
+class MemoryTable(Generic[_Key, _Row]):
+    """Rows by their keys."""
+
+    def __init__(self) -> None:
+        self.rows: dict[_Key, _Row] = {}
+        """With those that are not committed."""
+        self._held: dict[_Key, tuple[MemoryTransaction, _Row | None]] = {}
+        """Who has written a row, and what was there before."""
+
+    def seen(self, transaction: MemoryTransaction | None) -> Iterator[tuple[_Key, _Row]]:
+        """The rows as this transaction sees them."""
+        for key in self.rows | self._held:
+            row = self.rows.get(key)
+            owner, before = self._held.get(key, (transaction, row))
+            visible = row if owner is transaction else before
+            if visible is not None:
+                yield key, visible
+
+    def hold(self, transaction: MemoryTransaction | None, key: _Key) -> _Row | None:
+        """The row, which nobody else may write from now on."""
+        owner, _ = self._held.get(key, (None, None))
+        if owner is not None and owner is not transaction:
+            raise RowLockedError(owner)
+        row = self.rows.get(key)
+        if transaction is not None and owner is None:
+            self._held[key] = transaction, row
+            transaction.holds(lambda: self._let_go(key))
+        return row
+
+    def write(self, transaction: MemoryTransaction | None, key: _Key, row: _Row | None) -> None:
+        """Put a row in its place, or nothing."""
+        before = self.hold(transaction, key)
+        if transaction is not None:
+            transaction.wrote(lambda: self._set(key, before))
+        self._set(key, row)
+
+    def _set(self, key: _Key, row: _Row | None) -> None:
+        if row is None:
+            self.rows.pop(key, None)
+        else:
+            self.rows[key] = row
+
+    def _let_go(self, key: _Key) -> None:
+        del self._held[key]
 
 
 class MemoryInbox:
     """`Inbox` without a database."""
 
     def __init__(self) -> None:
-        self._rows: dict[_Place, dict[UUID, tuple[Seen, datetime]]] = {}
+        self.table = MemoryTable[_Place, tuple[Seen, datetime]]()
 
     def admit(
-        self,
-        connection: Any,  # noqa: ARG002  there is none
-        consumer: int,
-        tenant: str | None,
-        arrivals: Sequence[Arrival],
+        self, connection: MemoryTransaction | None, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
     ) -> Sequence[Admission]:
-        rows = self._rows.setdefault((consumer, tenant or ""), {})
-        found = {arrival.event_id: rows[arrival.event_id][0] for arrival in arrivals if arrival.event_id in rows}
+        found: dict[UUID, Seen] = {}
+        for arrival in arrivals:
+            row = self.table.hold(connection, (consumer, tenant or "", arrival.event_id))
+            if row is not None:
+                found[arrival.event_id] = row[0]
         answers = admissions(found, arrivals)
         now = clock.current().now()
         for arrival, answer in zip(arrivals, answers, strict=True):
             if answer is Admission.NEW:
-                rows[arrival.event_id] = (arrival.schema_version, arrival.digest), now
+                row = (arrival.schema_version, arrival.digest), now
+                self.table.write(connection, (consumer, tenant or "", arrival.event_id), row)
         return answers
 
-    def prune(
-        self,
-        connection: Any,  # noqa: ARG002  there is none
-        consumer: int,
-        older_than: timedelta,
-        limit: int,
-    ) -> int:
+    def prune(self, connection: MemoryTransaction | None, consumer: int, older_than: timedelta, limit: int) -> int:
         before = clock.current().now() - older_than
-        places = [rows for (owner, _), rows in self._rows.items() if owner == consumer]
-        old = [(at, event_id, rows) for rows in places for event_id, (_, at) in rows.items() if at < before]
-        gone = sorted(old, key=lambda row: row[:2])[:limit]
-        for _, event_id, rows in gone:
-            del rows[event_id]
+        old = [(at, place) for place, (_, at) in self.table.seen(connection) if place[0] == consumer and at < before]
+        gone = sorted(old)[:limit]
+        for _, place in gone:
+            self.table.write(connection, place, None)
         return len(gone)
 
 
@@ -60,58 +171,49 @@ class MemoryLetters:
     """`Letters` without a database."""
 
     def __init__(self) -> None:
-        self._letters: dict[int, Letter] = {}
+        self.table = MemoryTable[int, Letter]()
         self._last_id = 0
 
-    def write(self, connection: Any, letters: Sequence[Letter]) -> Sequence[int]:  # noqa: ARG002  there is none
+    def write(self, connection: MemoryTransaction | None, letters: Sequence[Letter]) -> Sequence[int]:
         now = clock.current().now()
         first = self._last_id + 1
         for letter in letters:
             self._last_id += 1
             reason = redacted(letter.reason)
-            self._letters[self._last_id] = replace(
-                letter, id=self._last_id, reason=reason, created_at=now, updated_at=now
-            )
+            stored = replace(letter, id=self._last_id, reason=reason, created_at=now, updated_at=now)
+            self.table.write(connection, self._last_id, stored)
         return range(first, self._last_id + 1)
 
     def find(
-        self,
-        connection: Any,  # noqa: ARG002  there is none
-        wanted: LetterFilter,
-        *,
-        after: int = 0,
-        limit: int = 100,
+        self, connection: MemoryTransaction | None, wanted: LetterFilter, *, after: int = 0, limit: int = 100
     ) -> Sequence[Letter]:
-        return [letter for letter in self._letters.values() if letter.id > after and _matches(letter, wanted)][:limit]
+        found = (letter for number, letter in self.table.seen(connection) if number > after)
+        return [letter for letter in found if _matches(letter, wanted)][:limit]
 
-    def count(
-        self,
-        connection: Any,  # noqa: ARG002  there is none
-        wanted: LetterFilter,
-    ) -> Mapping[tuple[str, LetterKind], int]:
-        found = (letter for letter in self._letters.values() if _matches(letter, wanted))
+    def count(self, connection: MemoryTransaction | None, wanted: LetterFilter) -> Mapping[tuple[str, LetterKind], int]:
+        found = (letter for _, letter in self.table.seen(connection) if _matches(letter, wanted))
         return Counter((letter.consumer, letter.kind) for letter in found)
 
-    def take(self, connection: Any, letter_id: int) -> Letter | None:  # noqa: ARG002  there is none
-        letter = self._letters.get(letter_id)
+    def take(self, connection: MemoryTransaction | None, letter_id: int) -> Letter | None:
+        letter = self.table.hold(connection, letter_id)
         return letter if letter is not None and letter.state is LetterState.OPEN else None
 
-    def close(self, connection: Any, letter_id: int, state: LetterState) -> bool:
+    def close(self, connection: MemoryTransaction | None, letter_id: int, state: LetterState) -> bool:
         return self._change(connection, letter_id, state=state)
 
-    def failed(self, connection: Any, letter_id: int, kind: LetterKind, reason: str) -> bool:
+    def failed(self, connection: MemoryTransaction | None, letter_id: int, kind: LetterKind, reason: str) -> bool:
         letter = self.take(connection, letter_id)
         attempts = 0 if letter is None else letter.attempts + 1
         return self._change(connection, letter_id, kind=kind, reason=redacted(reason), attempts=attempts)
 
-    def edit(self, connection: Any, letter_id: int, body: bytes) -> bool:
+    def edit(self, connection: MemoryTransaction | None, letter_id: int, body: bytes) -> bool:
         return self._change(connection, letter_id, edited=body)
 
-    def _change(self, connection: Any, letter_id: int, **changes: Any) -> bool:
+    def _change(self, connection: MemoryTransaction | None, letter_id: int, **changes: Any) -> bool:
         letter = self.take(connection, letter_id)
         if letter is None:
             return False
-        self._letters[letter_id] = replace(letter, updated_at=clock.current().now(), **changes)
+        self.table.write(connection, letter_id, replace(letter, updated_at=clock.current().now(), **changes))
         return True
 
 
