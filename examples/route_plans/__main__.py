@@ -1,0 +1,14 @@
+"""The route plan service, on http://127.0.0.1:8000.
+
+python -m examples.route_plans
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import uvicorn
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--port", type=int, default=8000)
+uvicorn.run("examples.route_plans.service:app", host="127.0.0.1", port=parser.parse_args().port, log_level="warning")

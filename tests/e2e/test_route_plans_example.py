@@ -1,0 +1,365 @@
+"""``examples/route_plans`` over HTTP, on a broker in memory that the tests can reach into, and on a real Pulsar and
+Redis; and its README, command by command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from pillarbox import Message, Pillarbox
+from pillarbox.transports.memory import MemoryTransport
+from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
+from tests.servers import Database, DatabaseServer, Pulsar, Server, Servers, wait_until
+from tests.web import ROOT, Process, TestClient, free_port
+
+README = ROOT / "examples" / "route_plans" / "README.md"
+VARIABLES = ("DATABASE_URL", "PULSAR_URL", "REDIS_URL")
+
+
+class Office:
+    """The people of one tenant, at work with the service."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.tenant = f"t{uuid4().hex[:12]}"
+        self._client = client
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._client.request(method, path, headers={"x-tenant-id": self.tenant}, **options)
+
+    def do(self, method: str, path: str, **content: object) -> int:
+        """A command that succeeds; the version that it answers with."""
+        answer = self.ask(method, path, json=content or None)
+        assert answer.is_success, answer.text
+        version: int = answer.json()["version"]
+        return version
+
+    def see(self, path: str, **parameters: object) -> Any:
+        answer = self.ask("GET", path, params=parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def draft(self, *plans: str, day: str = "2026-03-02") -> None:
+        for plan in plans:
+            self.do("POST", "/plans", id=plan, day=day)
+
+    def start(self, plan: str, vehicle: str = "van-7") -> int:
+        """Draft a plan, and send it on its way; its version is 4 then."""
+        self.draft(plan)
+        self.do("POST", f"/plans/{plan}/stops", address="1 Mill Lane")
+        self.do("PUT", f"/plans/{plan}/vehicle", vehicle=vehicle)
+        return self.do("POST", f"/plans/{plan}/start")
+
+    def employ(self, name: str, vehicle: str = "van-7") -> None:
+        assert self.ask("PUT", f"/drivers/{vehicle}", json={"name": name}).status_code == 204
+
+    def wait_for(self, path: str, expected: object) -> None:
+        wait_until(lambda: self.ask("GET", path).json() == expected, f"{path} to be {expected}")
+
+    def wait_until_gone(self, plan: str) -> None:
+        wait_until(lambda: self.ask("GET", f"/plans/{plan}").status_code == 404, f"{plan} to be gone")
+
+
+@dataclass
+class Service:
+    """The application in this process: its clients, and what is behind it."""
+
+    client: TestClient
+    box: Pillarbox
+    broker: MemoryTransport
+
+    def office(self) -> Office:
+        return Office(self.client)
+
+    def sent(self, topic: str) -> list[Message]:
+        return self.broker.sent(topic)
+
+    def bring(self, *messages: Message) -> None:
+        """Bring messages past the outbox, and wait until the projection has dealt with them."""
+        self._dealing(len(messages), self.broker.send, "somebody", messages)
+
+    def redeliver(self, topic: str) -> None:
+        """Bring all messages of a topic once more, and wait until the projection has dealt with them."""
+        self._dealing(len(self.sent(topic)), self.broker.redeliver, topic)
+
+    def _dealing(self, count: int, function: Callable[..., Any], *arguments: Any) -> None:
+        expected = self._dealt() + count
+        assert self.client.portal is not None
+        self.client.portal.call(function, *arguments)
+        wait_until(lambda: self._dealt() == expected, f"{count} messages to be dealt with")
+
+    def _dealt(self) -> int:
+        status = self.box.consumers["plan_summaries"].status()
+        return int(status["handled"]) + int(status["duplicates"])
+
+
+@pytest.fixture(scope="module")
+def running(servers: Servers) -> Iterator[Service]:
+    """One for all tests here: each has tenants of its own, and these do not see each other."""
+    database = servers.create_database("embedded")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.delenv(name, raising=False)
+        patch.setenv("DATABASE_URL", database.url())
+        app = import_module("examples.route_plans.service").app  # reads the variables
+        its = import_module("examples.route_plans.box")
+        with TestClient(app) as client:
+            yield Service(client, its.box, its.broker)
+    database.server.drop(database.name)
+
+
+@pytest.fixture
+def service(use_server: Callable[[str], Server], request: pytest.FixtureRequest) -> Service:
+    use_server("embedded")
+    running: Service = request.getfixturevalue("running")
+    return running
+
+
+@pytest.fixture
+def office(service: Service) -> Office:
+    return service.office()
+
+
+class TestCommandsAndQueries:
+    def test_the_life_of_a_plan_ends_in_the_read_model(self, service: Service, office: Office) -> None:
+        office.employ("Ada")
+        assert office.start("monday") == 4
+        version = office.do("POST", "/plans/monday/complete")
+        assert office.see("/plans/monday", at_least=version) == {
+            "id": "monday",
+            "day": "2026-03-02",
+            "depot": "main",
+            "status": "completed",
+            "stops": 1,
+            "vehicle": "van-7",
+            "version": 5,
+        }
+        office.wait_for("/notifications", [{"driver": "Ada", "text": "monday has started with van-7, stops: 1"}])
+        told = f"notifications.{office.tenant}"
+        wait_until(lambda: len(service.sent(told)) == 1, "the event about the notification")
+        [message] = service.sent(told)
+        assert message.headers["causation_id"] == service.sent(f"route-plans.{office.tenant}")[3].headers["event_id"]
+        assert service.client.get("/readyz").json() == {"ok": True, "database": True, "relay": True}
+
+    def test_tenants_with_the_same_ids_do_not_see_each_other(self, service: Service, office: Office) -> None:
+        other = service.office()
+        office.start("monday")
+        assert other.ask("POST", "/plans/monday/cancel").status_code == 404
+        other.draft("monday", day="2026-04-01")
+        office.do("POST", "/plans/monday/cancel")
+        assert office.see("/plans/monday", at_least=5)["status"] == "cancelled"
+        assert other.see("/plans/monday", at_least=1)["status"] == "drafted"
+        assert [plan["day"] for plan in other.see("/plans")["items"]] == ["2026-04-01"]
+        office.wait_for("/letters", office.see("/letters"))
+        wait_until(lambda: len(office.see("/letters")) == 1, "a letter")
+        letter = office.see("/letters")[0]["id"]
+        assert other.see("/letters") == []
+        assert other.ask("POST", f"/letters/{letter}/redrive").status_code == 404
+        assert [message.headers["event_type"] for message in service.sent(f"route-plans.{other.tenant}")] == [
+            "routing.plan.drafted"
+        ]
+
+    def test_what_is_refused_changes_nothing(self, service: Service, office: Office) -> None:
+        office.draft("monday")
+        refusals = {
+            "the same id": office.ask("POST", "/plans", json={"id": "monday", "day": "2026-05-05"}),
+            "nothing to drive": office.ask("POST", "/plans/monday/start"),
+            "not on its way": office.ask("POST", "/plans/monday/complete"),
+        }
+        assert {why: answer.status_code for why, answer in refusals.items()} == dict.fromkeys(refusals, 409)
+        assert office.ask("POST", "/plans/tuesday/start").status_code == 404
+        for wrong in ({"id": "no/id"}, {"id": "x" * 51}, {"depot": "\0"}, {"depot": ""}, {"day": "soon"}):
+            content = {"id": "other", "day": "2026-03-02"} | wrong
+            assert office.ask("POST", "/plans", json=content).status_code == 422, wrong
+        assert office.see("/plans/monday", at_least=1)["version"] == 1
+        for tenant in ({}, {"x-tenant-id": "a.b"}):  # the topic's name would have one part more
+            new = {"id": "monday", "day": "2026-03-02"}
+            assert service.client.post("/plans", json=new, headers=tenant).status_code == 400
+
+    def test_a_version_that_does_not_come_is_not_made_up(self, office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(import_module("examples.route_plans.summaries"), "LOOKS", 2)
+        office.draft("monday")
+        assert office.see("/plans/monday", at_least=1)["version"] == 1
+        assert office.ask("GET", "/plans/monday", params={"at_least": 2}).status_code == 503
+        assert office.ask("GET", "/plans/tuesday", params={"at_least": 1}).status_code == 404
+
+    def test_pages(self, office: Office) -> None:
+        for day in range(1, 6):
+            office.draft(f"plan-{day}", day=f"2026-03-0{day}")
+        office.do("POST", "/plans/plan-3/cancel")
+        office.see("/plans/plan-3", at_least=2)
+        wait_until(lambda: len(office.see("/plans")["items"]) == 5, "five plans")
+        found, after = list[str](), dict[str, str]()
+        while True:
+            page = office.see("/plans", limit=2, **after)
+            found += [plan["id"] for plan in page["items"]]
+            office.draft(f"early-{len(found)}", day="2026-01-01")  # before all that was seen: it shifts nothing
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+        assert found == [f"plan-{day}" for day in range(1, 6)]
+        assert [plan["id"] for plan in office.see("/plans", status="cancelled")["items"]] == ["plan-3"]
+        assert office.see("/plans", vehicle="van-9")["items"] == []
+        assert office.ask("GET", "/plans", params={"after": "nonsense"}).status_code == 422
+        assert office.ask("GET", "/plans", params={"limit": 0}).status_code == 422
+
+
+class TestWhatABrokerMayDo:
+    def test_duplicates_change_nothing(self, service: Service, office: Office) -> None:
+        office.employ("Ada")
+        office.see("/plans/monday", at_least=office.start("monday"))
+        wait_until(lambda: len(office.see("/notifications")) == 1, "a notification")
+        before = office.see("/plans")
+        service.redeliver(f"route-plans.{office.tenant}")
+        service.redeliver(f"route-plans.{office.tenant}")
+        assert office.see("/plans") == before
+        assert len(office.see("/notifications")) == 1
+
+    def test_a_deleted_plan_does_not_come_back(self, service: Service, office: Office) -> None:
+        topic = f"route-plans.{office.tenant}"
+        office.draft("monday")
+        office.do("POST", "/plans/monday/stops", address="1 Mill Lane")
+        office.see("/plans/monday", at_least=2)
+        assert office.do("DELETE", "/plans/monday") == 3
+        office.wait_until_gone("monday")
+        service.redeliver(topic)
+        drafted = service.sent(topic)[0]  # and once as if the inbox had forgotten it
+        service.bring(Message(topic, drafted.key, drafted.body, {**drafted.headers, "event_id": str(uuid4())}))
+        assert office.ask("GET", "/plans/monday").status_code == 404
+        assert office.see("/plans")["items"] == []
+        assert office.ask("POST", "/plans/monday/start").status_code == 404
+        assert office.ask("POST", "/plans", json={"id": "monday", "day": "2026-03-02"}).status_code == 409
+
+    def test_an_event_of_the_first_version_is_understood(self, service: Service, office: Office) -> None:
+        topic = f"route-plans.{office.tenant}"
+        office.draft("monday")
+        office.see("/plans/monday", at_least=1)
+        headers = {**service.sent(topic)[0].headers} | {"event_id": str(uuid4()), "schema_version": "1"}
+        headers |= {"aggregate_id": f"{office.tenant}:old"}
+        service.bring(Message(topic, "old", b'{"plan_id": "old", "day": "2025-01-01"}', headers))
+        assert office.see("/plans/old")["depot"] == "main"
+
+    def test_a_rejected_notification_is_a_letter_until_it_is_mended(self, service: Service, office: Office) -> None:
+        office.see("/plans/monday", at_least=office.start("monday"))  # nobody drives it, and the plan goes on
+        wait_until(lambda: len(office.see("/letters")) == 1, "a letter")
+        [letter] = office.see("/letters")
+        assert (letter["event_type"], letter["reason"]) == ("routing.plan.started", "nobody drives van-7")
+        redrive = f"/letters/{letter['id']}/redrive"
+        assert office.ask("POST", redrive).status_code == 409
+        office.employ("Bob")
+        assert office.ask("POST", redrive).status_code == 204
+        assert office.ask("POST", redrive).status_code == 404
+        assert [each["driver"] for each in office.see("/notifications")] == ["Bob"]
+        assert office.see("/letters") == []
+        service.redeliver(f"route-plans.{office.tenant}")
+        assert len(office.see("/notifications")) == 1
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+def process(folder: Path, **variables: str) -> Process:
+    """The service as people start it."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    port = free_port()
+    command = ["-m", "examples.route_plans", "--port", str(port)]
+    return Process(command, port, folder / "log", environment=kept | variables)
+
+
+def test_on_pulsar_and_redis(postgres_database: Database, pulsar: Pulsar, redis_url: str, tmp_path: Path) -> None:
+    servers = {
+        "DATABASE_URL": postgres_database.url(),
+        "PULSAR_URL": f"{pulsar.url}?admin={pulsar.admin_url}",
+        "REDIS_URL": redis_url,
+    }
+    with process(tmp_path, **servers) as service, httpx.Client(base_url=service.url, timeout=30) as client:
+        one, other = Office(client), Office(client)
+        for office, driver in ((one, "Ada"), (other, "Bob")):
+            office.employ(driver)
+            office.start("monday")
+        for office, driver in ((one, "Ada"), (other, "Bob")):
+            wait_until(lambda: office.ask("GET", "/plans/monday").status_code == 200, "the plan", seconds=60)  # noqa: B023
+            assert office.see("/plans/monday", at_least=4)["status"] == "started"
+            text = "monday has started with van-7, stops: 1"
+            office.wait_for("/notifications", [{"driver": driver, "text": text}])
+        cancelled = one.do("POST", "/plans/monday/cancel")
+        assert one.see("/plans/monday", at_least=cancelled)["status"] == "cancelled", "not what the cache has"
+        one.do("DELETE", "/plans/monday")
+        one.wait_until_gone("monday")
+        assert other.see("/plans/monday")["status"] == "started"
+
+
+class Reader:
+    """Does what the page says, from top to bottom."""
+
+    def __init__(self, service: Process, environment: dict[str, str]) -> None:
+        self._service = service
+        self._environment = environment
+        self._next = ""
+
+    def follow(self) -> None:
+        for block in blocks_of(README):
+            if block.language == "sh":
+                assert block.lines == ["python -m examples.route_plans"]
+                self._service.start()
+            elif block.language == "console":
+                for each in commands_of(block):
+                    self._do(each.command.removeprefix("$ "), each.output, f"README.md, line {each.line}")
+
+    def _do(self, command: str, shown: list[str], where: str) -> None:
+        """Do it; what only looks is done until it shows what the page shows."""
+        command = command.replace("localhost:8000", self._service.url.removeprefix("http://"))
+        command = command.replace("NEXT", self._next)
+        printed = self._run(command)
+        looks = " -X " not in command and " --json " not in command
+
+        def as_shown() -> bool:
+            nonlocal printed
+            if matches(shown, printed.splitlines()):
+                return True
+            printed = self._run(command) if looks else printed
+            return False
+
+        try:
+            wait_until(as_shown, where, seconds=30 if looks else 0)
+        except TimeoutError:
+            pytest.fail(f"{where}: {command} prints\n{printed}")
+        if '"next":"' in printed:
+            self._next = json.loads(printed)["next"]
+
+    def _run(self, command: str) -> str:
+        done = subprocess.run(
+            shlex.split(command), env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    targets = LINK.findall(README.read_text("utf-8"))
+    assert targets
+    assert [target for target in targets if not (README.parent / target).exists()] == []
+
+
+def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server]) -> None:
+    server = use_server("embedded")
+    assert isinstance(server, DatabaseServer)
+    server.drop("pillarbox")  # as a newcomer has it
+    service = process(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    try:
+        Reader(service, {**os.environ, "PATH": path}).follow()
+    finally:
+        service.stop()
