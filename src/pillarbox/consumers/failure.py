@@ -137,7 +137,7 @@ CLASSES: Mapping[str, Failure] = {
     "pillarbox.errors.ConcurrencyError": Failure.TRANSIENT,
     "pillarbox.errors.CommitOutcomeUnknown": Failure.TRANSIENT,
     "pillarbox.errors.LeaseLostError": Failure.TRANSIENT,
-    "pillarbox.errors.HoldFullError": Failure.TRANSIENT,
+    "pillarbox.errors.HoldFullError": Failure.TRANSIENT,  # others have to come first
     # Errors of the operating system, except those that are about one file, and what only looks like one.
     "builtins.OSError": Failure.TRANSIENT,
     "builtins.FileExistsError": Failure.UNKNOWN,

@@ -157,7 +157,7 @@ class Projection:
         if not isinstance(mapper, Mapper):
             raise ConfigurationError(f"{cls.__qualname__}: row takes a mapped class, got {row!r}")
         cls._shape = Shape(row, mapper)
-        cls.row, cls.name = row, name or cls._shape.table.name
+        cls.row, cls.name = row, name or str(cls._shape.table.name)  # SQLAlchemy's own kind of text
         cls.guarded, cls.contiguous, cls.hold = guarded, contiguous, hold
         cls._calls = _calls_of(cls, ignores)
         cls._kinds = {kind: registry.of_type(kind) for kind in cls._calls}
