@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pillarbox.consumers.failure import Failure, classify
-from pillarbox.projections import HoldFullError
+from pillarbox.errors import HoldFullError
 from tests.prove import effects
 from tests.prove.accounts import AccountView
 from tests.servers import Database

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..codecs import Codecs
 from ..outbox import Delivery
@@ -47,6 +48,11 @@ class Home(Protocol):
     @property
     def posts(self) -> Posts:
         """Its outbox."""
+        ...
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The database of the inbox and of the effects."""
         ...
 
     @property

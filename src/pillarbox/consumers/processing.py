@@ -172,9 +172,9 @@ class Processor:
                 check_key("tenant", work.tenant, MAX_TENANT_BYTES)
             incoming = self._reader.read(message, self._attempts(work) + 1)
         except UnknownEventError as error:
-            return _Unfit(work, _arrival(message), LetterKind.UNKNOWN, str(error))
+            return _Unfit(work, arrival_of(message), LetterKind.UNKNOWN, str(error))
         except EventError as error:
-            return _Unfit(work, _arrival(message), LetterKind.POISON, str(error))
+            return _Unfit(work, arrival_of(message), LetterKind.POISON, str(error))
         if incoming is None:
             return None
         context = incoming.context
@@ -197,7 +197,7 @@ class Processor:
             reason = f"given up after {trouble.attempts} attempts in {self._patience:g} s: {reason}"
         if kind is not None:
             try:
-                await self._park([_Unfit(work, _arrival(work.message), kind, reason)])
+                await self._park([_Unfit(work, arrival_of(work.message), kind, reason)])
             except Exception as problem:  # the letter cannot be written now: so the message is kept
                 reason = f"{type(problem).__name__}: {problem}"
             else:
@@ -257,7 +257,10 @@ class Processor:
             theirs = [found for found in unfit if found.tenant == tenant]
             admissions = self._inbox.admit(connection, number, tenant, [found.arrival for found in theirs])
             new = [found for found, it in zip(theirs, admissions, strict=True) if it is Admission.NEW]
-            letters += [self._letter(found) for found in new]
+            letters += [
+                letter_about(self._name, it.work.message, it.kind, it.reason, self._attempts(it.work) or 1)
+                for it in new
+            ]
         if not letters:
             return [], [], None
         self._letters.write(connection, letters)
@@ -267,22 +270,6 @@ class Processor:
         prepared = self._home.posts.prepare(connection)
         self._home.posts.append(connection, deliveries)
         return letters, deliveries, prepared
-
-    def _letter(self, unfit: _Unfit) -> Letter:
-        message, headers = unfit.work.message, unfit.work.message.headers
-        return Letter(
-            consumer=self._name,
-            kind=unfit.kind,
-            reason=redacted(unfit.reason),
-            message=Message(
-                _fitting(message.topic, MAX_TOPIC), _fitting(message.key, MAX_KEY_BYTES), message.body, headers
-            ),
-            event_id=_event_id(headers),
-            event_type=_fitting(headers.get("event_type", ""), _MAX_NAME),
-            schema_version=unfit.arrival.schema_version,
-            tenant=unfit.tenant,
-            attempts=self._attempts(unfit.work) or 1,
-        )
 
     async def redrive(self, letter_id: int) -> bool:
         """Try an open letter once more: its effect and its closing are one transaction, so of two people who ask for it
@@ -344,11 +331,34 @@ class _Unfit:
 
     @property
     def tenant(self) -> str | None:
-        """Whose it is; nobody's, if no tenant can be called so."""
-        try:
-            return None if self.work.tenant is None else check_key("tenant", self.work.tenant, MAX_TENANT_BYTES)
-        except EventError:
-            return None
+        """Whose it is."""
+        return _tenant_of(self.work.message)
+
+
+def letter_about(consumer: str, message: Message, kind: LetterKind, reason: str, attempts: int = 1) -> Letter:
+    """A letter that every database takes, whatever strangers have written into the message."""
+    headers = message.headers
+    topic, key = _fitting(message.topic, MAX_TOPIC), _fitting(message.key, MAX_KEY_BYTES)
+    return Letter(
+        consumer=consumer,
+        kind=kind,
+        reason=redacted(reason),
+        message=Message(topic, key, message.body, headers),
+        event_id=_event_id(headers),
+        event_type=_fitting(headers.get("event_type", ""), _MAX_NAME),
+        schema_version=_schema_version(message),
+        tenant=_tenant_of(message),
+        attempts=attempts,
+    )
+
+
+def _tenant_of(message: Message) -> str | None:
+    """Whose it is; nobody's, if no tenant can be called so."""
+    tenant = message.headers.get("tenant_id")
+    try:
+        return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
+    except EventError:
+        return None
 
 
 def _is_for_us(error: BaseException) -> bool:
@@ -367,7 +377,8 @@ def _identity(message: Message) -> tuple[str | None, UUID]:
     return headers.get("tenant_id"), event_id
 
 
-def _arrival(message: Message) -> Arrival:
+def arrival_of(message: Message) -> Arrival:
+    """A message as the inbox knows it, whether it can be read or not."""
     return Arrival(_identity(message)[1], _schema_version(message), digest_of(message.body))
 
 

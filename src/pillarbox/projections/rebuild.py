@@ -35,12 +35,12 @@ from .. import clock
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming
 from ..consumers.home import Home
+from ..consumers.processing import arrival_of, letter_about
 from ..consumers.reading import Reader
 from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
-from ..inbox import Admission, Arrival, Inbox, Letter, LetterKind, Letters, LetterState, consumer_id, digest_of
+from ..inbox import Admission, Arrival, Inbox, LetterKind, Letters, LetterState, consumer_id
 from ..redaction import redacted
 from ..retry import RetryPolicy
-from ..route import MAX_KEY_BYTES
 from ..stores import inbox as stored
 from ..stores import sqlite
 from ..stores.columns import from_now
@@ -326,7 +326,7 @@ class Rebuild:
         by_tenant: dict[str | None, list[_Opened]] = {}
         count = 0
         for message in page:
-            arrival = _arrival(message)
+            arrival = arrival_of(message)
             if (message.headers.get("tenant_id"), arrival.event_id) in self._left_out:
                 continue
             count += 1
@@ -506,7 +506,8 @@ class Rebuild:
                 self._inbox.admit(connection, consumer_id(self._name, self._new), tenant, [left.arrival])
                 letter = letters_table.c.consumer == self._name, letters_table.c.event_id == event_id
                 if not connection.scalar(select(func.count()).where(*letter)):
-                    self._letters.write(connection, [_letter(self._name, tenant, left)])
+                    told = letter_about(self._name, left.message, left.kind, left.reason)
+                    self._letters.write(connection, [told])
 
 
 _NOBODY = ""
@@ -519,21 +520,6 @@ def _own_engine(engine: AsyncEngine) -> AsyncEngine:
         sqlite.put_right(own.sync_engine)
         return own
     return own.execution_options(isolation_level="READ COMMITTED")
-
-
-def _letter(name: str, tenant: str | None, left: _LeftOut) -> Letter:
-    message = left.message
-    key = message.key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
-    return Letter(
-        consumer=name,
-        kind=left.kind,
-        reason=redacted(left.reason),
-        message=Message(message.topic, key, message.body, message.headers),
-        event_id=left.arrival.event_id,
-        event_type=message.headers.get("event_type", ""),
-        schema_version=left.arrival.schema_version,
-        tenant=tenant,
-    )
 
 
 def _amended(connection: Connection, name: str) -> dict[Place, bytes | None]:
@@ -554,16 +540,6 @@ def _drop_held(connection: Connection, consumer: str) -> None:
     table = letters_table
     waiting = table.c.kind == LetterKind.HELD, table.c.state == LetterState.OPEN
     connection.execute(delete(table).where(table.c.consumer == consumer, *waiting))
-
-
-def _arrival(message: Message) -> Arrival:
-    digest = digest_of(message.body)
-    version = message.headers.get("schema_version", "").removeprefix("v")
-    try:
-        event_id = UUID(message.headers["event_id"])
-    except (KeyError, ValueError):
-        event_id = UUID(bytes=digest)  # it cannot be read, and is left out under this name
-    return Arrival(event_id, int(version) if version.isdecimal() and len(version) < 9 else 0, digest)
 
 
 class _Outbox:

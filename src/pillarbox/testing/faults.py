@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from ..consumers.desk import Work
-from ..consumers.handling import Effects, Incoming
+from ..consumers.handling import Effects, Incoming, LeftOut
 from ..consumers.intake import Deals
 from ..consumers.processing import Dealt
 from ..event import EventType
@@ -70,6 +70,9 @@ class FaultyEffects:
     @property
     def kinds(self) -> Collection[EventType]:
         return self._effects.kinds
+
+    def left_out(self) -> LeftOut:
+        return self._effects.left_out()
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         try:
