@@ -399,6 +399,29 @@ async def test_a_new_box_has_the_transports_that_its_routes_and_consumers_name(t
         Harness(PillarboxConfig(box=box, routes=routes), tmp_path)
 
 
+async def test_a_box_with_tenants(tmp_path: Path) -> None:
+    seen: list[tuple[str | None, str]] = []
+    routes = [Route("test.plugin.ordered", to="broker", topic="{tenant}", name="by tenant")]
+    strict = Pillarbox(
+        transports={"broker": MemoryTransport()}, routes=routes, tenancy="required", row_security=True, shards=2
+    )
+
+    @strict.consumer("tenants", source="broker", topics=["acme", "globex"]).on(Ordered)
+    async def see(_event: Ordered, context: MessageContext) -> None:
+        seen.append((context.tenant, context.key))
+
+    async with Harness(PillarboxConfig(box=strict), tmp_path) as harness:
+        async with strict.unit_of_work(tenant="acme") as uow:
+            uow.publish(Ordered(order="o-1", cents=1), key="k-1")
+        await harness.drain()
+        await harness.deliver(Ordered(order="o-2", cents=1), key="k-2", tenant="globex")
+        await harness.send(Ordered(order="o-3", cents=1), topic="acme", key="k-3", tenant="acme")
+        await harness.drain()
+        harness.assert_published(Ordered, order="o-1", times=1)
+    assert seen == [("acme", "k-1"), ("globex", "k-2"), ("acme", "k-3")]
+    assert strict._row_security
+
+
 class Elsewhere:
     """A subscriber that is no transport."""
 

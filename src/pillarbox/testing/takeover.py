@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from sqlalchemy import make_url
+
 from ..app import Pillarbox
 from ..consumers.consumer import Consumer
 from ..consumers.from_outbox import OutboxIntake
@@ -41,10 +43,12 @@ class Takeover:
         box = self.box
         if box._started:
             raise ConfigurationError("the box is started already: leave that to the fixture, and stop it before a test")
-        self._kept = [_Kept(box), _Kept(box.router), _Kept(box._outbox)]
+        self._kept = [_Kept(box), _Kept(box.router), _Kept(box._outbox), _Kept(box.tenancy)]
         box._given, box._engine, box._unit_sessions = url, None, None
         if box._shards is None:
             box._shards = 1  # a lane per route: there is little to do, and looking costs time
+        if make_url(url).get_backend_name() != "postgresql":
+            box._row_security = box.tenancy._row_security = False  # nobody else has that
         given, box.transports = box.transports, {**self.brokers}
         for consumer in box.consumers.values():
             self._adopt(consumer, given)
