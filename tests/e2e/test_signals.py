@@ -207,7 +207,7 @@ class Item(Aggregate, Base):
     __tablename__ = "items"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     amount: Mapped[int]
-    version: Mapped[int]
+    version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version}
 
 
