@@ -45,6 +45,8 @@ class Forgetful(MemoryTransport):
 
 
 class Broken:
+    redelivery_seconds = 40 * 86_400.0
+
     async def subscribe(self, topics, group):
         raise RuntimeError("no such thing as postgresql://app:geheim@db/x")
 
@@ -186,7 +188,7 @@ class TestConsume:
     def test_h93_one_that_dies_takes_the_others_with_it_and_is_named(self, pillarbox: CommandLine) -> None:
         done = pillarbox("consume", "shop:doomed", code=Exit.PROBLEM)
         assert done.stdout == "running: lonely, fine\n"
-        assert done.stderr.startswith("error: consumer lonely has died: RuntimeError: no such thing")
+        assert "\nerror: consumer lonely has died: RuntimeError: no such thing" in done.stderr
         assert "in subscribe" in done.stderr  # where it happened
         assert not re.search("consumer fine|geheim", done.stderr)
 
@@ -201,6 +203,8 @@ class TestConsume:
             "warning",
             "the inbox of stock remembers for 2.0 d, and its source may deliver again after 7.0 d",
         )
+        found = checks(pillarbox.json("doctor", "shop:doomed"))["retention"]  # whose source is no transport
+        assert found["found"].startswith("the inbox of lonely remembers for 30.0 d")
 
     @on_sqlite
     @pytest.mark.usefixtures("shop")

@@ -266,6 +266,16 @@ class TestDiscard:
         ] * 2
         assert {it["event_id"] for it in trail} == {it["event_id"] for it in done["results"]}
 
+    @on_sqlite
+    @pytest.mark.usefixtures("rejected")
+    def test_many_are_worked_through_page_by_page(self, pillarbox: CommandLine) -> None:
+        before = "import pillarbox.cli.dlq as dlq; dlq.PAGE = 2"
+        listed = pillarbox.python(before, "dlq", "list", "--json", code=0).stdout
+        assert len(json.loads(listed)["letters"]) == 3
+        done = pillarbox.python(before, "dlq", "discard", "--all", "--reason", "x", "--yes", "--json", code=0).stdout
+        assert (json.loads(done)["done"], json.loads(done)["left"]) == (3, 0)
+        assert letters(pillarbox) == []
+
     @on_postgres
     def test_h89_a_letter_that_is_being_redriven_is_not_discarded(
         self, pillarbox: CommandLine, rejected: Database

@@ -45,7 +45,7 @@ def command(
         async with opened_box(box) as started:
             crew = Crew(_chosen(started, box, names))
             for consumer in crew.consumers:
-                if (found := too_short(started, consumer)) is not None:
+                if (found := too_short(consumer)) is not None:
                     logger.warning("%s: %s", found, TWICE)
             metrics = observe(started, settings, metrics=http is not None)
             if drain:

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 import msgspec
 
-from ..app import Pillarbox
 from ..consumers.consumer import Consumer
 from ..stores.inbox import ConsumerRecord
 from ..stores.inbox import consumers as registered
@@ -40,11 +39,12 @@ def _listed(found: list[ConsumerRecord]) -> str:
     return table([headings, *rows]) if rows else "no consumers"
 
 
-def too_short(box: Pillarbox, consumer: Consumer) -> str | None:
+def too_short(consumer: Consumer) -> str | None:
     """What is wrong if the broker may bring a message again after the inbox has forgotten it. Only a subscriber that
     says ``redelivery_seconds`` knows how long that may be.
     """
-    redelivery: float | None = getattr(box.transports.get(consumer.source), "redelivery_seconds", None)
+    subscriber = getattr(consumer._intake, "_subscriber", None)
+    redelivery: float | None = getattr(subscriber, "redelivery_seconds", None)
     retention = consumer._terms.retention.total_seconds()
     if redelivery is None or retention > redelivery:
         return None

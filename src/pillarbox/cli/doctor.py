@@ -332,5 +332,5 @@ def _letters(connection: Connection) -> Iterator[Check]:
 
 def _retention(box: Pillarbox) -> list[Check]:
     """What is known in the code alone. Nothing is said of sources that do not say how long they deliver again."""
-    found = [too_short(box, consumer) for consumer in box.consumers.values()]
+    found = [too_short(consumer) for consumer in box.consumers.values()]
     return [Check("retention", State.WARNING, each, TWICE) for each in found if each is not None]
