@@ -16,7 +16,7 @@ SEED ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects chaos simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,9 @@ prove-cdc: setup servers ## 100,000 events with bodies from a replication stream
 
 prove-effects: setup servers ## 100,000 events, doubled and out of order, to consumers that are killed 40 times
 	$(BIN)/python -m tests.prove.effects --seed 7
+
+prove-consumer-outage: setup servers ## a PostgreSQL that is away for 60 s while messages come: no letters, and how long until it goes on
+	$(BIN)/python -m tests.prove.consumer_outage --seed 7
 
 chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))

@@ -218,6 +218,8 @@ def _cause(error: BaseException) -> BaseException | None:
 def _by_itself(error: BaseException) -> Failure:
     if isinstance(error, PendingRollbackError):
         return Failure.TRANSIENT if error.code == _RECONNECT else Failure.UNKNOWN
+    if isinstance(error, (FileNotFoundError, PermissionError)) and error.errno is not None and error.filename is None:
+        return Failure.TRANSIENT  # about no file: the Unix socket of a server that is away, or starts
     if not isinstance(error, DBAPIError):
         return _by_code(error) or _by_class(error) or Failure.UNKNOWN
     # SQLAlchemy's adapter for asyncpg keeps the driver's own error, which knows more, as its cause.

@@ -266,7 +266,8 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
     this = consumers_table.c.id == stable_hash(name)
     with explained():
         _insert_missing(connection, {"id": stable_hash(name), "updated_at": from_now(), **values})
-        found = connection.execute(select(consumers_table).where(this).with_for_update()).one()
+        # As the update below would: those who hold the generation, one after the other, are not waited for.
+        found = connection.execute(select(consumers_table).where(this).with_for_update(key_share=True)).one()
         if found.name != name:
             raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
         if any(found._mapping[column] != value for column, value in values.items()):
