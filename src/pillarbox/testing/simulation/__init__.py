@@ -6,6 +6,8 @@ A seed decides everything: who writes what and when, how long each call takes, w
 and the bus are the shipped code; the store is `stores.memory`, the brokers and the network are made up here. After the
 faults have stopped all that was committed must arrive, and `checker` compares what arrived with the ledger. The same
 seed gives the same trace.
+
+`consumers` has the other half: the shipped intake and processor between a hostile broker and a database that fails.
 """
 
 from .world import Result, World, simulate

@@ -8,14 +8,18 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from .consumers import simulate_consumers
 from .world import Result, simulate
 
 CHUNK = 100
 TWICE = 100
 """Every so many seeds one is run again, and must leave the same trace."""
+SHARE = 2
+"""Of so many seeds one is a world of consumers as well."""
 
 
 @dataclass
@@ -37,14 +41,14 @@ class Report:
         return self
 
 
-def run(seeds: Iterable[int]) -> Report:
+def run(seeds: Iterable[int], world: Callable[[int], Result] = simulate) -> Report:
     """Run seeds, one after the other."""
     report = Report()
     gc.disable()  # a world is one large knot: it goes at once, when it is over
     try:
         for seed in seeds:
-            result = simulate(seed)
-            if seed % TWICE == 0 and simulate(seed).digest != result.digest:
+            result = world(seed)
+            if seed % TWICE == 0 and world(seed).digest != result.digest:
                 result.violations.append("not repeatable: another run of this seed left another trace")
             report += Report(1, result.calls, result.seconds, result.faults, [result] if result.violations else [])
             if seed % 20 == 0:
@@ -61,17 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
-    end, started, report = options.start + options.seeds, time.perf_counter(), Report()
+    end, failed = options.start + options.seeds, False
     chunks = [range(first, min(first + CHUNK, end)) for first in range(options.start, end, CHUNK)]
-    if options.processes == 1:
-        for chunk in chunks:
-            report += run(chunk)
+    for name, world, every in (("relays", simulate, 1), ("consumers", simulate_consumers, SHARE)):
+        started, report = time.perf_counter(), Report()
+        for part in _parts(partial(run, world=world), [chunk[::every] for chunk in chunks], options.processes):
+            report += part
+        sys.stdout.write(f"{name}: {told(report, time.perf_counter() - started)}")
+        failed = failed or bool(report.failed)
+    return int(failed)
+
+
+def _parts(work: Callable[[range], Report], chunks: Sequence[range], processes: int) -> Iterator[Report]:
+    if processes == 1:
+        yield from map(work, chunks)
     else:
-        with multiprocessing.Pool(options.processes) as pool:
-            for part in pool.imap_unordered(run, chunks):
-                report += part
-    sys.stdout.write(told(report, time.perf_counter() - started))
-    return int(bool(report.failed))
+        with multiprocessing.Pool(processes) as pool:
+            yield from pool.imap_unordered(work, chunks)
 
 
 def told(report: Report, seconds: float) -> str:

@@ -1,0 +1,256 @@
+"""The database of simulated consumers: transactions that fail, end late or end unheard, and a box that uses it.
+
+All that happens here happens at one instant; what takes time is the way there and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar, cast
+
+from sqlalchemy.exc import OperationalError
+
+from ...codecs import Codecs
+from ...consumers.home import Home
+from ...errors import CommitOutcomeUnknown
+from ...inbox import Letter
+from ...outbox import Delivery
+from ...route import Router
+from ...stores.memory_inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
+from ...telemetry import SILENT
+from ...transport import Capabilities
+from .loop import Life
+from .wire import Chaos, Reply, Wire
+
+_Found = TypeVar("_Found")
+
+SOURCE = "broker"
+MARK = "simulated_mark"
+"""The header with the number that the world knows a message by."""
+UNHEARD = 30.0
+"""Seconds after which the server ends a transaction whose client has given up waiting for its COMMIT. Longer than any
+request is on its way: one that comes late still commits.
+"""
+
+
+EFFECT, FOLLOW_UP, DEAD_LETTER = "effect", "follow-up", "dead letter"
+LETTER = "letter "
+"""Its kind follows."""
+
+
+class Record(NamedTuple):
+    """Something that was committed."""
+
+    what: str
+    mark: int
+
+    @property
+    def is_outcome(self) -> bool:
+        """Whether the message is dealt with by it."""
+        return self.what == EFFECT or self.what.startswith(LETTER)
+
+
+class _SerializationFailure(Exception):  # noqa: N818  named as the server calls it
+    sqlstate = "40001"
+
+
+class SimulatedTransaction(MemoryTransaction):
+    """One that belongs to a process, and knows what will have been committed by it."""
+
+    def __init__(self, life: Life, linger: float) -> None:
+        super().__init__()
+        self.life = life
+        self.linger = linger
+        """How long the server needs to see that its client is gone."""
+        self.written: list[Record] = []
+
+    def record(self, what: str, mark: int) -> None:
+        """This is there if it commits."""
+        self.written.append(Record(what, mark))
+        self.wrote(lambda: self.written.remove(Record(what, mark)))
+
+
+class SimulatedLetters(MemoryLetters):
+    """Letters whose commits are recorded."""
+
+    def write(self, connection: MemoryTransaction | None, letters: Sequence[Letter]) -> Sequence[int]:
+        for letter in letters:
+            cast(SimulatedTransaction, connection).record(LETTER + letter.kind.value, int(letter.message.headers[MARK]))
+        return super().write(connection, letters)
+
+
+class Database:
+    """What all processes share."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        self.inbox = MemoryInbox()
+        self.letters = SimulatedLetters()
+        self.log: list[Record] = []
+        """All that was committed, in this order."""
+        self.settled: set[int] = set()
+        """The marks of what has an effect or a letter."""
+        self.away = False
+        self.open: dict[SimulatedTransaction, None] = {}
+        self._chaos = chaos
+
+    def begin(self, life: Life) -> SimulatedTransaction:
+        """A transaction of a process."""
+        transaction = SimulatedTransaction(life, self._chaos.between(0, 2))
+        self.open[transaction] = None
+        transaction.when_over(lambda: self.open.pop(transaction))
+        return transaction
+
+    def execute(self, transaction: SimulatedTransaction, function: Callable[..., Any], reply: Reply) -> None:
+        """Call a function in a transaction, as soon as nobody else holds what it needs."""
+        if self.away:
+            transaction.rollback()
+        if not transaction.is_open:
+            reply(ConnectionError("the server has closed the connection"))
+            return
+        try:
+            result = transaction.attempt(function)
+        except RowLockedError as locked:
+            self._chaos.happened["waits for another transaction"] += 1
+            locked.owner.when_over(lambda: self.execute(transaction, function, reply))
+            return
+        except Exception as error:
+            result = error
+        reply(result)
+
+    def commit(self, transaction: SimulatedTransaction, reply: Reply) -> None:
+        """Let it stand, if nothing speaks against it."""
+        if self.away:
+            transaction.rollback()
+        if not transaction.is_open:
+            reply(ConnectionError("the server has closed the connection"))
+        elif self._chaos.rate and self._chaos.draw.random() < self._chaos.rate:
+            self._chaos.happened["commit fails"] += 1
+            transaction.rollback()
+            reply(OperationalError("COMMIT", {}, _SerializationFailure("could not serialize access")))
+        else:
+            self._chaos.note(
+                transaction.life.name, "committed", *(f"{it.what} {it.mark}" for it in transaction.written)
+            )
+            self.log += transaction.written
+            self.settled |= {it.mark for it in transaction.written if it.what == EFFECT or it.what.startswith("letter")}
+            transaction.commit()
+            reply(None)
+
+    def restart(self) -> None:
+        """No transaction survives it."""
+        for transaction in [*self.open]:
+            transaction.rollback()
+
+    def lost(self, life: Life) -> None:
+        """A process is gone; the server sees it before long."""
+        for transaction in self.open:
+            if transaction.life is life:
+                self._chaos.later(transaction.linger, transaction.rollback)
+
+
+class SimulatedUnitOfWork:
+    """A transaction as a handler sees it. Objects are marks: adding one is the effect, publishing one the follow-up."""
+
+    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire) -> None:
+        self._database = database
+        self._chaos = chaos
+        self._wire = wire
+        self._pending: list[Record] = []
+        self.transaction = database.begin(life)
+
+    def add(self, mark: int) -> None:
+        """Let there be an effect."""
+        self._pending.append(Record(EFFECT, mark))
+
+    def publish(self, mark: int) -> None:
+        """Raise an event."""
+        self._pending.append(Record(FOLLOW_UP, mark))
+
+    async def flush(self) -> None:
+        """Write it."""
+        pending, self._pending = self._pending, []
+        for record in pending:
+            await self.ask("write", partial(_record, record=record))
+
+    async def ask(self, kind: str, function: Callable[[SimulatedTransaction], _Found]) -> _Found:
+        """Have a function called in this transaction."""
+        run = partial(self._database.execute, self.transaction, function)
+        return cast(_Found, await self._wire.ask(kind, run))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.flush()
+                await _uninterrupted(self._commit())
+        finally:
+            self._chaos.later(self.transaction.linger, self.transaction.rollback)
+
+    async def _commit(self) -> None:
+        try:
+            await self._wire.ask("commit", partial(self._database.commit, self.transaction))
+        except ConnectionError as error:
+            self.transaction.linger = UNHEARD
+            raise CommitOutcomeUnknown from error
+
+
+class SimulatedHome:
+    """The box of one process."""
+
+    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire) -> None:
+        self.signals = SILENT
+        self.codecs = Codecs()
+        self.router = Router([], self.codecs.named, {SOURCE: Capabilities()}, 1)
+        self._unit = partial(SimulatedUnitOfWork, database, chaos, life, wire)
+
+    @property
+    def posts(self) -> SimulatedHome:
+        return self
+
+    @property
+    def as_home(self) -> Home:
+        """For those who want the port: all but a relay is here."""
+        return cast(Home, self)
+
+    def unit_of_work(self, **_options: Any) -> SimulatedUnitOfWork:
+        return self._unit()
+
+    async def within(self, uow: SimulatedUnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        return await uow.ask("admit", lambda transaction: function(transaction, *arguments))
+
+    async def apart(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        async with self._unit() as uow:
+            return await uow.ask("park", lambda transaction: function(transaction, *arguments))
+
+    def prepare(self, _transaction: SimulatedTransaction) -> None:
+        """The routes are known."""
+
+    def append(self, transaction: SimulatedTransaction, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            transaction.record(DEAD_LETTER, int(delivery.headers[MARK]))
+
+    def committed(self, _deliveries: Sequence[Delivery], _prepared: None) -> None:
+        """No relay waits for them."""
+
+
+def _record(transaction: SimulatedTransaction, record: Record) -> None:
+    transaction.record(*record)
+
+
+async def _uninterrupted(work: Any) -> None:
+    """A COMMIT that was sent is waited for, whoever cancels us."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+        raise
