@@ -394,8 +394,11 @@ async def test_an_id_that_is_none_for_some_databases_stops_nobody(box: Pillarbox
     sent = broker.sent(TOPIC)[0]
     odd = {**sent.headers, "event_id": "2b90926d-3bb5-869b-5d19-30624a30878e"}  # of no variant that is in use
     await broker.send("somebody", [Message(TOPIC, "b", sent.body, odd)])
-    tally = await consumer.drain()
-    assert tally.handled + len(await letters(box)) == 2
+    first = await consumer.drain()
+    assert first.handled + first.letters == 2  # MariaDB does not take it for the column of the effect either
+    broker.redeliver(TOPIC)
+    again = await consumer.drain()
+    assert (again.handled, again.letters) == (0, 0)
 
 
 # -- classes of failures -----------------------------------------------------------------------------------------------

@@ -178,7 +178,9 @@ class Processor:
         if incoming is None:
             return None
         context = incoming.context
-        return _Readable(work, Arrival(context.event_id, context.schema_version, digest_of(message.body)), incoming)
+        return _Readable(
+            work, Arrival(_known_as(context.event_id), context.schema_version, digest_of(message.body)), incoming
+        )
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -387,7 +389,12 @@ def _event_id(headers: Mapping[str, str]) -> UUID | None:
         found = UUID(headers["event_id"])
     except (KeyError, ValueError):
         return None
-    return found if found.variant == RFC_4122 else None  # MariaDB takes no other
+    return _known_as(found)
+
+
+def _known_as(event_id: UUID) -> UUID:
+    """What the inbox calls an event: by its id, unless that is of a variant that nobody uses. MariaDB takes no such."""
+    return event_id if event_id.variant == RFC_4122 else _name(event_id.bytes)
 
 
 def _schema_version(message: Message) -> int:
