@@ -205,6 +205,15 @@ class Subscriber(Protocol):
         ...
 
 
+@runtime_checkable
+class Redelivers(Protocol):
+    """A subscriber that knows how long its broker keeps what was not acknowledged."""
+
+    async def redelivery(self, topics: Sequence[str]) -> float | None:
+        """The longest of these topics, in seconds; infinite without a limit, None if it is not known."""
+        ...
+
+
 def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
     """What is wrong with an answer, so that nothing of it may be believed."""
     if not isinstance(outcome, Outcome):

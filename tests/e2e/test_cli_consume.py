@@ -41,11 +41,13 @@ class Paid(IntegrationEvent, name="tests.consume.paid"):
 
 
 class Forgetful(MemoryTransport):
-    redelivery_seconds = 7 * 86_400.0
+    async def redelivery(self, topics):
+        return 7 * 86_400.0
 
 
 class Broken:
-    redelivery_seconds = 40 * 86_400.0
+    async def redelivery(self, topics):
+        return 40 * 86_400.0
 
     async def subscribe(self, topics, group):
         raise RuntimeError("no such thing as postgresql://app:geheim@db/x")

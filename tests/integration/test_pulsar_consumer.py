@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from uuid import uuid4
 
+import httpx
 import pytest
 from sqlalchemy import String, select
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -15,6 +17,7 @@ from pillarbox import IntegrationEvent, Pillarbox, Poison, RetryPolicy, Route, U
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import ConfigurationError
 from pillarbox.transports.pulsar import PulsarSubscriber, PulsarTransport
+from pillarbox.transports.pulsar.admin import Policies
 from tests.servers import Database, Pulsar
 
 PATIENCE = 60.0
@@ -118,6 +121,19 @@ async def test_poison_is_on_the_dead_letter_topic(box: Pillarbox, pulsar: Pulsar
     await dead.close()
     assert letter.message.headers["dlq_reason"].endswith("nobody likes it")
     assert letter.message.headers["dlq_topic"] == f"{topic}-acme"
+
+
+async def test_h81_the_broker_says_how_long_it_delivers_again(pulsar: Pulsar) -> None:
+    transport = PulsarTransport(pulsar.url, admin_url=pulsar.admin_url)
+    assert transport.admin is not None
+    namespace = f"public/n-{uuid4().hex}"
+    await transport.admin.create_namespace(namespace, Policies())
+    topics = [f"persistent://{namespace}/orders", f"persistent://{namespace}/plans-{{tenant}}"]
+    assert await transport.redelivery(topics) == math.inf
+    async with httpx.AsyncClient(base_url=pulsar.admin_url) as client:
+        (await client.post(f"/admin/v2/namespaces/{namespace}/messageTTL", json=3_600)).raise_for_status()
+    assert await transport.redelivery(topics) == 3_600.0
+    await transport.close()
 
 
 async def test_a_template_names_topics_of_one_namespace(pulsar: Pulsar) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def command(
         async with opened_box(box) as started:
             crew = Crew(_chosen(started, box, names))
             for consumer in crew.consumers:
-                if (found := too_short(consumer)) is not None:
-                    logger.warning("%s: %s", found, TWICE)
+                with suppress(OSError):  # the broker may come later
+                    if (found := await too_short(consumer, limited=True)) is not None:
+                        logger.warning("%s: %s", found, TWICE)
             metrics = observe(started, settings, metrics=http is not None)
             if drain:
                 await _drain(crew, as_json=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -39,19 +40,16 @@ def _listed(found: list[ConsumerRecord]) -> str:
     return table([headings, *rows]) if rows else "no consumers"
 
 
-def too_short(consumer: Consumer) -> str | None:
-    """What is wrong if the broker may bring a message again after the inbox has forgotten it. Only a subscriber that
-    says ``redelivery_seconds`` knows how long that may be.
+async def too_short(consumer: Consumer, *, limited: bool) -> str | None:
+    """What is wrong if the broker may bring a message again after the inbox has forgotten it. ``limited`` passes over
+    brokers that have no limit at all, as most have none: whoever starts a consumer knows that.
     """
-    subscriber = getattr(consumer._intake, "_subscriber", None)
-    redelivery: float | None = getattr(subscriber, "redelivery_seconds", None)
-    retention = consumer._terms.retention.total_seconds()
-    if redelivery is None or retention > redelivery:
+    redelivery = await consumer.redelivery()
+    retention = consumer.terms.retention.total_seconds()
+    if redelivery is None or retention > redelivery or (limited and redelivery == math.inf):
         return None
-    return (
-        f"the inbox of {consumer.name} remembers for {age(retention)}, and its source may deliver again after "
-        f"{age(redelivery)}"
-    )
+    until = "without any limit" if redelivery == math.inf else f"after {age(redelivery)}"
+    return f"the inbox of {consumer.name} remembers for {age(retention)}, and its source may deliver again {until}"
 
 
 TWICE = "effects may happen twice: give it a retention that is longer"

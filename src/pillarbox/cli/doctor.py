@@ -76,7 +76,7 @@ def command(config: Path | None, as_json: bool, box: str | None) -> None:
     loaded = None if box is None else load_box(box)
     checks = run(_examine(settings))
     if loaded is not None:
-        checks += _retention(loaded)
+        checks += run(_retention(loaded))
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
     emit({"checks": [asdict(check) for check in checks], **counts}, text, as_json=as_json)
@@ -330,7 +330,13 @@ def _letters(connection: Connection) -> Iterator[Check]:
             yield Check("held", State.WARNING, what, remedy)
 
 
-def _retention(box: Pillarbox) -> list[Check]:
-    """What is known in the code alone. Nothing is said of sources that do not say how long they deliver again."""
-    found = [too_short(consumer) for consumer in box.consumers.values()]
+async def _retention(box: Pillarbox) -> list[Check]:
+    """What only the code and the broker know. A source that cannot say how long it delivers again is passed over."""
+    try:
+        found = [await too_short(consumer, limited=False) for consumer in box.consumers.values()]
+    except OSError as error:
+        return [Check("retention", State.WARNING, f"the broker does not say how long it delivers again: {error}")]
+    finally:
+        for transport in box.transports.values():
+            await transport.close()
     return [Check("retention", State.WARNING, each, TWICE) for each in found if each is not None]

@@ -30,7 +30,7 @@ from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
 from ..telemetry import Sample
-from ..transport import Message, Subscriber
+from ..transport import Message, Redelivers, Subscriber
 from .dead_letters import DeadLetterRoute
 from .desk import Work
 from .failure import Failure, classify
@@ -94,7 +94,8 @@ class Consumer:
         self._subscriber = subscriber
         self._inbox = inbox
         self._letters = letters
-        self._terms = terms
+        self.terms = terms
+        self._subscriber = subscriber
         self._report = ConsumerReport(name, home.signals)
         self._reader = Reader(name, effects, home.codecs, terms.ignores)
         self._processor = Processor(
@@ -164,7 +165,7 @@ class Consumer:
     def _subscribe(self) -> None:
         self._reader.refresh()
         if self.source == OUTBOX and self.effects.kinds:
-            self._home.router.feed(self.name, [*self.effects.kinds], self._terms.retry)
+            self._home.router.feed(self.name, [*self.effects.kinds], self.terms.retry)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +241,12 @@ class Consumer:
             progress=progress,
         )
         return await rebuild.run(source, incomplete=incomplete)
+
+    async def redelivery(self) -> float | None:
+        """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
+        if not isinstance(self._subscriber, Redelivers):
+            return None
+        return await self._subscriber.redelivery(self.topics)
 
     @property
     def alive(self) -> bool:
@@ -317,7 +324,7 @@ class Consumer:
                 attempt += 1
                 if attempt == 1:
                     self._report.away(redacted(f"{type(error).__name__}: {error}"))
-                await asyncio.sleep(self._terms.retry.delay(attempt))
+                await asyncio.sleep(self.terms.retry.delay(attempt))
 
     async def _keep_house(self) -> None:
         while True:
@@ -347,7 +354,7 @@ class Consumer:
             self._told = tally
 
     def _prune(self, connection: Connection) -> int:
-        return self._inbox.prune(connection, self.identify(connection), self._terms.retention, PRUNED_AT_ONCE)
+        return self._inbox.prune(connection, self.identify(connection), self.terms.retention, PRUNED_AT_ONCE)
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
         """Seconds since the oldest event at hand occurred."""

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, update
 
 from ..inbox import Letter, LetterState
 from .letters import SqlLetters
-from .operations import Author, _record
+from .operations import Author, record
 from .tables import audit
 
 _LETTERS = SqlLetters()
@@ -65,7 +65,7 @@ def end_redrive(connection: Connection, entry: int, letter: Letter, outcome: str
 
 def _note(connection: Connection, action: LetterAction, letter: Letter, author: Author, **more: Any) -> int:
     target = f"letter {letter.id} of {letter.consumer}"
-    return _record(connection, author, action, target, details=_details(letter, **more), event_id=letter.event_id)
+    return record(connection, author, action, target, details=_details(letter, **more), event_id=letter.event_id)
 
 
 def _details(letter: Letter, **more: Any) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     if run.audit is None:
         event = selection.events[0] if len(selection.events) == 1 else None
         run = replace(
-            run, audit=_record(connection, author, selection.action, str(selection), details=details, event_id=event)
+            run, audit=record(connection, author, selection.action, str(selection), details=details, event_id=event)
         )
     else:
         counted = update(audit).where(audit.c.id == run.audit)
@@ -201,7 +201,7 @@ def edit(
         return None
     details = {"route": delivery.route, "new_event_id": str(event_id), "old_body": base64.b64encode(old).decode()}
     target = f"event {delivery.event_id}; route {delivery.route}"
-    entry = _record(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
+    entry = record(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
     connection.execute(
         insert(requests).values(
             route=stable_hash(delivery.route or ""),
@@ -300,7 +300,7 @@ def apply(connection: Connection, change: Change, author: Author) -> tuple[int, 
         values = _values(change)
         changed = connection.execute(update(lanes).where(*_touched(change, change.target)).values(values)).rowcount
     details = {"count": changed} | ({"rate": change.rate} if change.handle is Handle.RATE else {})
-    return changed, _record(connection, author, change.handle, str(change.target), details=details)
+    return changed, record(connection, author, change.handle, str(change.target), details=details)
 
 
 def _in(target: Lanes) -> ColumnElement[bool]:
@@ -339,7 +339,7 @@ def _one_person_at_a_time(connection: Connection) -> None:
     connection.execute(select(meta.c.id).with_for_update())
 
 
-def _record(
+def record(
     connection: Connection,
     author: Author,
     action: str,

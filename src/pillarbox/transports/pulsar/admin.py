@@ -7,6 +7,7 @@ False), that the broker is not available (an `OSError`), or that it refuses (`Co
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -113,6 +114,10 @@ class PulsarAdmin:
     async def set_retention(self, namespace: str, retention: Retention) -> None:
         """For all topics of ``tenant/namespace`` that say nothing else themselves."""
         await self._tell("POST", f"namespaces/{quote(namespace)}/retention", _retention(retention))
+
+    async def message_ttl(self, namespace: str) -> float:
+        """Seconds after which a message of ``tenant/namespace`` counts as acknowledged; infinite if never."""
+        return float(await self._get(f"namespaces/{quote(namespace)}/messageTTL") or math.inf)
 
     # -- topics --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ breaks it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -318,6 +319,13 @@ class PulsarTransport:
 
         url, credentials, tls = self._reading
         return await PulsarSubscriber(url, credentials=credentials, tls=tls).subscribe(topics, group)
+
+    async def redelivery(self, topics: Sequence[str]) -> float | None:
+        """How long a broker keeps what was not acknowledged: its time to live, or for ever."""
+        if self.admin is None:
+            return None
+        namespaces = {TopicName.parse(re.sub(r"\{\w+\}", "any", topic)).namespace_name for topic in topics}
+        return max([await self.admin.message_ttl(namespace) for namespace in namespaces])
 
     async def close(self, producer: str | None = None) -> None:
         owners = list(self._producers) if producer is None else [producer]
