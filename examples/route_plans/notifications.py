@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import UUID
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import String, select
 from sqlalchemy.orm import Mapped, mapped_column
@@ -17,8 +17,6 @@ from pillarbox import IntegrationEvent, MessageContext, Reject, TenantScoped, Un
 
 from .box import PLANS, Id, Tenant, Text, Work, box
 from .domain import Base, PlanStarted
-
-CONSUMER = "notifications"
 
 
 class DriverNotified(IntegrationEvent, name="routing.driver.notified", version=1):
@@ -30,6 +28,8 @@ class DriverNotified(IntegrationEvent, name="routing.driver.notified", version=1
 
 
 class Driver(TenantScoped, Base):
+    """Who drives a vehicle. Two tenants may call their vehicles the same."""
+
     __tablename__ = "drivers"
 
     tenant_id: Mapped[str] = mapped_column(String(200), primary_key=True, active_history=True)
@@ -38,6 +38,8 @@ class Driver(TenantScoped, Base):
 
 
 class Notification(TenantScoped, Base):
+    """What a driver was told. Its id is that of the event."""
+
     __tablename__ = "notifications"
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
@@ -45,14 +47,14 @@ class Notification(TenantScoped, Base):
     text: Mapped[str] = mapped_column(String(200))
 
 
-notifications = box.consumer(CONSUMER, source="broker", topics=[PLANS])
+notifications = box.consumer("notifications", source="broker", topics=[PLANS])
 
 
 @notifications.on(PlanStarted)
 async def notify_driver(event: PlanStarted, uow: UnitOfWork, message: MessageContext) -> None:
     driver = await uow.session.scalar(select(Driver).where(Driver.vehicle == event.vehicle))
     if driver is None:
-        raise Reject(f"nobody drives {event.vehicle}")  # it becomes a letter, and other events go on
+        raise Reject(f"nobody drives {event.vehicle}")  # it becomes a letter, and others go on
     text = f"{event.plan_id} has started with {event.vehicle}, stops: {event.stops}"
     uow.add(Notification(id=event.event_id, driver=driver.name, text=text))
     uow.publish(DriverNotified(plan_id=event.plan_id, driver=driver.name, text=text), key=message.key)
@@ -74,14 +76,6 @@ class NotificationView(BaseModel):
     text: str
 
 
-class LetterView(BaseModel):
-    model_config = ConfigDict(from_attributes=True)
-
-    id: int
-    event_type: str
-    reason: str
-
-
 @router.put("/drivers/{vehicle}", status_code=204)
 async def employ(vehicle: Id, driver: DriverName, tenant: Tenant, uow: Work) -> None:
     await uow.session.merge(Driver(tenant_id=tenant, vehicle=vehicle, name=driver.name))
@@ -91,20 +85,3 @@ async def employ(vehicle: Id, driver: DriverName, tenant: Tenant, uow: Work) -> 
 async def sent(uow: Work) -> Sequence[NotificationView]:
     found = await uow.session.scalars(select(Notification).order_by(Notification.id).limit(100))
     return [NotificationView.model_validate(each) for each in found]
-
-
-@router.get("/letters")
-async def letters(tenant: Tenant) -> Sequence[LetterView]:
-    """The events that nobody could be notified of."""
-    return [LetterView.model_validate(each) async for each in box.dead_letters(consumer=CONSUMER, tenant=tenant)]
-
-
-@router.post("/letters/{letter_id}/redrive", status_code=204)
-async def redrive(letter_id: int, tenant: Tenant) -> None:
-    """Try it again, once the cause is gone."""
-    if letter_id not in [letter.id for letter in await letters(tenant)]:
-        raise HTTPException(404, "there is no such letter")
-    try:
-        await notifications.redrive(letter_id)
-    except Reject as reason:
-        raise HTTPException(409, str(reason)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,22 +20,22 @@ from .domain import Base, PlanError
 
 @asynccontextmanager
 async def ours(_app: FastAPI) -> AsyncIterator[None]:
-    """What this service does beside the box: its tables, and its consumers."""
+    """What this service opens and closes beside the box."""
     await box.migrate()
     async with box.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
-    consumers = [asyncio.create_task(consumer.run()) for consumer in box.consumers.values()]
     try:
         yield
     finally:
-        for consumer in box.consumers.values():
-            consumer.stop()
-        await asyncio.gather(*consumers)
         if cache is not None:
             await cache.aclose()
 
 
-app = FastAPI(title="Route plans", lifespan=lifespan(box, relay=True, also=ours), exception_handlers=error_handlers)
+app = FastAPI(
+    title="Route plans",
+    lifespan=lifespan(box, relay=True, consumers=True, also=ours),
+    exception_handlers=error_handlers,
+)
 app.add_middleware(TraceMiddleware)
 app.add_middleware(TenantMiddleware, box=box, exempt=["/livez", "/readyz", "/docs", "/openapi.json"])
 app.include_router(health(box))
