@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from pillarbox.testing.simulation.__main__ import main, run, told
+from pillarbox.testing.simulation.consumer_broker import line_of
+from pillarbox.testing.simulation.consumer_checker import Lot, Sent, check_consumed
+from pillarbox.testing.simulation.consumer_database import Record
 from pillarbox.testing.simulation.consumers import simulate_consumers
+from pillarbox.transport import Message
 from tests.simulation.consumer_mutants import MUTANTS, Mutant, seeds_to_catch
 
 SEEDS = 300
@@ -44,6 +48,16 @@ def test_h78_who_brings_a_message_waits_for_a_transaction_that_ends_late(call: s
     assert sum(result.faults["waits for another transaction"] for result in results)
 
 
+@pytest.mark.parametrize("call", ["write", "commit", "subscribe"])
+def test_h87_no_healthy_message_becomes_a_letter_whatever_is_away(call: str) -> None:
+    results = [
+        simulate_consumers(seed, lots=[Lot.FINE, Lot.UNLUCKY], focus=(call, ["lose request", "lose answer", "late"]))
+        for seed in range(15)
+    ]
+    assert not [(result.seed, result.violations) for result in results if result.violations]
+    assert sum(result.faults.total() for result in results) > 100
+
+
 def test_a_seed_of_consumers_leaves_the_same_trace_in_every_process() -> None:
     program = "from pillarbox.testing.simulation.consumers import *; print(simulate_consumers(7).digest)"
     digests = [
@@ -64,6 +78,60 @@ def test_the_command_runs_consumers_too(capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert "relays: 4 seeds in" in said
     assert "consumers: 2 seeds in" in said
+
+
+def sent(*lots: Lot) -> dict[int, Sent]:
+    """Messages of one key."""
+    message = Message("topic", "key", b"", {"tenant_id": "acme"})
+    assert line_of(message) == ("acme", "key")
+    return {mark: Sent(mark, message, lot) for mark, lot in enumerate(lots)}
+
+
+EFFECT = ("effect", "follow-up")
+POISON = ("letter poison", "dead letter")
+
+
+@pytest.mark.parametrize(
+    ("lots", "became", "wrong"),
+    [
+        ([Lot.FINE, Lot.POISONOUS, Lot.REFUSED], [EFFECT, POISON, ("letter rejected",)], []),
+        ([Lot.FINE], [()], ["C1 loss: message 0 (fine) of key acme/key has neither effect nor letter"]),
+        ([Lot.FINE], [(*EFFECT, *EFFECT)], ["C2 once: message 0 (fine) of key acme/key became effect and effect"]),
+        (
+            [Lot.REFUSED],
+            [(*EFFECT, "letter rejected")],
+            ["C3 both: message 0 (refused) of key acme/key became effect and letter rejected"],
+        ),
+        ([Lot.UNLUCKY], [POISON], ["C4 kind: message 0 (unlucky) of key acme/key became letter poison"]),
+        ([Lot.FINE], [("effect",)], ["C7 follow-up: message 0 (fine) of key acme/key has 0, and effect"]),
+        (
+            [Lot.POISONOUS],
+            [("letter poison",)],
+            ["C8 dead letter: message 0 (poisonous) of key acme/key has 0, and letter poison"],
+        ),
+    ],
+)
+def test_the_checker_says_what_is_wrong(lots: list[Lot], became: list[tuple[str, ...]], wrong: list[str]) -> None:
+    log = [Record(what, mark) for mark, each in enumerate(became) for what in each]
+    assert check_consumed(sent(*lots), log, ordered=True) == wrong
+
+
+def test_the_checker_asks_for_order_where_the_broker_kept_it() -> None:
+    log = [Record(what, mark) for mark in (1, 0) for what in EFFECT]
+    both = sent(Lot.FINE, Lot.FINE)
+    assert check_consumed(both, log, ordered=False) == []
+    inverted = ["C5 order: message 0 (fine) of key acme/key became effect after a later one of its key"]
+    assert check_consumed(both, log, ordered=True) == inverted
+
+
+def test_of_two_with_one_id_one_takes_effect() -> None:
+    both = sent(Lot.FORGED, Lot.FORGED)
+    both[0].twin, both[1].twin = 1, 0
+    altered = ("letter altered", "dead letter")
+    log = [Record(what, mark) for mark, each in ((0, EFFECT), (1, altered)) for what in each]
+    assert check_consumed(both, log, ordered=True) == []
+    log = [Record(what, mark) for mark in (0, 1) for what in EFFECT]
+    assert [line[:7] for line in check_consumed(both, log, ordered=True)] == ["C4 kind", "C4 kind"]
 
 
 @pytest.mark.filterwarnings("ignore")  # what a mutant breaks may be anything

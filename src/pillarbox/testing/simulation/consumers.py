@@ -91,8 +91,8 @@ class SeededRetry(RetryPolicy):
 class ConsumerWorld:
     """Everything that a seed stands for.
 
-    ``ordered``, ``batch`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens but what ``crash_at``
-    says.
+    ``ordered``, ``batch``, ``narrow``, ``lots`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens
+    but what ``crash_at`` says.
     """
 
     def __init__(
@@ -101,6 +101,8 @@ class ConsumerWorld:
         *,
         ordered: bool | None = None,
         batch: int | None = None,
+        narrow: bool | None = None,
+        lots: Sequence[Lot] | None = None,
         focus: tuple[str, Sequence[str]] | None = None,
         calm: bool = False,
         crash_at: tuple[int, str] | None = None,
@@ -117,7 +119,7 @@ class ConsumerWorld:
         self.living: list[Life] = []
         self.others_away = False
         """Whether a service that handlers need is."""
-        self.narrow = self.draw.random() < 0.4
+        self.narrow = self.draw.random() < 0.4 if narrow is None else narrow
         """Whether a consumer has room for few messages only. A key that waits may take all of it, and then nothing else
         can succeed: so there is nothing in such a world that must be given up for that.
         """
@@ -139,6 +141,7 @@ class ConsumerWorld:
         self._keys = [
             (self.draw.choice((None, "one", "two")), f"k{number}") for number in range(self.draw.choice((1, 3, 8)))
         ]
+        self._lots = lots
         self._focus = focus
         self._calm = calm
         self._births = 0
@@ -181,7 +184,7 @@ class ConsumerWorld:
         self.violations += check_consumed(self.sent, self.database.log, ordered=self.broker.ordered)
 
     def _plan(self) -> None:
-        lots = LOTS if self.narrow else (*LOTS, Lot.STUBBORN)
+        lots = self._lots or (LOTS if self.narrow else (*LOTS, Lot.STUBBORN))
         for _ in range(self.draw.randrange(6, 20)):
             self.chaos.later(self.chaos.between(0, ACTIVE * 0.8), self._send, self.draw.choice(lots))
         if self._calm:
