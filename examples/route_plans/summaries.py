@@ -77,12 +77,12 @@ class PlanSummaries(Projection, row=PlanSummary):
         return self.remove(plan_id=event.plan_id)
 
 
-box.projection(PlanSummaries, source="broker", topics=[PLANS])
+box.projection(PlanSummaries, source="broker", topics=[PLANS], cache=cache)
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------
 
-summaries = ReadDao(box, PlanSummary, cache=cache, ttl=5.0)
+summaries = ReadDao(box, PlanSummary, cache=cache)
 router = APIRouter(prefix="/plans")
 
 LOOKS, PAUSE = 20, 0.1
@@ -118,7 +118,6 @@ async def show(plan_id: Id, tenant: Tenant, at_least: int = 0) -> PlanView:
         if found is not None and found.projected_version >= at_least:
             break
         await asyncio.sleep(PAUSE)
-        await summaries.forget(key)  # what the cache has is too old
         found = await summaries.get(key)
     if found is None:
         raise HTTPException(404, "there is no such plan")

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from . import session as sessions
 from .bus import Bus, Handler
+from .cache import Cache
 from .codec import Codec
 from .codecs import Codecs
 from .commit import guard_commits
@@ -381,13 +382,15 @@ class Pillarbox:
         patience: float = Terms.patience,
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
+        cache: Cache | None = None,
     ) -> Consumer:
-        """A consumer whose effects are the rows of a projection; its name is that of the projection. The rest is as for
-        `consumer`.
+        """A consumer whose effects are the rows of a projection; its name is that of the projection. A ``cache``, which
+        a `ReadDao` has too, forgets rows that change, after the commit. The rest is as for `consumer`.
         """
         effects = projection() if isinstance(projection, type) else projection
         if not isinstance(effects, Projection):
             raise ConfigurationError(f"projection takes a subclass of Projection, got {projection!r}")
+        effects.cache = cache
         return self._consumer(
             effects.name,
             effects,

@@ -154,7 +154,7 @@ async def difference(box: Pillarbox, kind: Purses, seed: int) -> str:
     """What is wrong after a story was told; nothing, if all is as the fold says."""
     story, projection, letters = Story(seed, kind), kind(), SqlLetters()
     reader = Reader(f"purses-{seed}", projection, Codecs())
-    projection.letters, projection.message_of = letters, lambda incoming: incoming.context.message
+    projection.letters = letters
 
     def read(message: Message) -> Incoming:
         incoming = reader.read(message)

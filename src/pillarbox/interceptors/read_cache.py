@@ -177,14 +177,27 @@ class _Watch:
     def _ended(self, _session: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None and self._changed:
             changed, self._changed = self._changed, set()
-            await_only(_to_the_end(self._forget(changed)))
+            await_only(_to_the_end(_forget(self._cache, changed)))
 
-    async def _forget(self, keys: Collection[str]) -> None:
-        try:
-            await self._cache.delete(keys)
-        except Exception:
-            # The transaction has ended well. A cache may not make it look as if it had not.
-            logger.exception("a cache could not forget %d keys; they live out their time", len(keys))
+
+def forget_afterwards(session: Session, cache: Cache, keys: Collection[str]) -> None:
+    """Have these forgotten when the transaction of the session has ended, however it ends: for who writes rows by
+    statements of his own, in a session that is not used again.
+    """
+
+    def ended(_session: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None:
+            await_only(_to_the_end(_forget(cache, keys)))
+
+    sqlalchemy_events.listen(session, "after_transaction_end", ended)
+
+
+async def _forget(cache: Cache, keys: Collection[str]) -> None:
+    try:
+        await cache.delete(keys)
+    except Exception:
+        # The transaction has ended well. A cache may not make it look as if it had not.
+        logger.exception("a cache could not forget %d keys; they live out their time", len(keys))
 
 
 async def _to_the_end(work: Awaitable[None]) -> None:

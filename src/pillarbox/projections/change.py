@@ -105,6 +105,11 @@ class Shape:
         self._defaults = {name: made for name in self.columns if (made := _default(table.c[name])) is not None}
         self._forms: dict[tuple[str, ...], _Form] = {}
 
+    def identity(self, key: Key, tenant: str | None) -> tuple[Any, ...]:
+        """The whole primary key, as the table has it."""
+        values = dict(zip(self.key, key, strict=True))
+        return tuple(tenant if column.name == self.tenant else values[column.name] for column in self.table.primary_key)
+
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def put(self, values: dict[str, Any]) -> Change:

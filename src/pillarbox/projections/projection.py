@@ -29,10 +29,12 @@ from sqlalchemy import BigInteger, Boolean, Connection, Integer, Table
 from sqlalchemy import inspect as inspect_row
 from sqlalchemy.orm import Mapper, Session, mapped_column
 
+from ..cache import Cache
 from ..consumers.handling import Incoming, LeftOut, MessageContext
 from ..errors import ConcurrencyError, ConfigurationError, HoldFullError, Poison, TenancyError
 from ..event import EventType, registry
 from ..inbox import Letter, LetterFilter, LetterKind, Letters, LetterState
+from ..interceptors.read_cache import cache_key, forget_afterwards
 from ..scope import TenantScoped, mixin_column
 from ..stores.columns import Utc, now
 from ..tenancy import session_tenant
@@ -171,6 +173,8 @@ class Projection:
             raise ConfigurationError(f"{type(self).__qualname__} has no row: write class ...(Projection, row=...)")
         self.tally = Tally()
         """What was done since somebody has put a new one here."""
+        self.cache: Cache | None = None
+        """What readers have of these rows; it forgets those that change."""
         self.letters = None
         self.read = None
         self._writer = Writer(self._shape.table, self._shape)
@@ -193,7 +197,7 @@ class Projection:
         if lacking := {column.name for column in self._shape.table.columns} - {c.name for c in table.columns}:
             raise ConfigurationError(f"the table {table.name} has no column {min(lacking)!r}")
         other = copy.copy(self)
-        other.tally, other._writer = Tally(), Writer(table, self._shape)
+        other.tally, other._writer, other.cache = Tally(), Writer(table, self._shape), None
         return other
 
     # -- for handlers --------------------------------------------------------------------------------------------------
@@ -231,6 +235,9 @@ class Projection:
             for one in told:
                 self._fold(rows, one, tally)
         self._writer.write(connection, rows, tenant)
+        if self.cache is not None:
+            changed = [self._shape.identity(row.key, tenant) for row in rows.values() if row.is_changed]
+            forget_afterwards(session, self.cache, [cache_key(self.row, tenant, identity) for identity in changed])
         self.tally.add(tally)
 
     def _told(self, incoming: Incoming, letter: int | None = None) -> _Told:
