@@ -16,7 +16,7 @@ SEED ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage chaos simulate clean
+.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ demo: setup ## half a minute of load and faults on an embedded PostgreSQL, then 
 
 example: setup ## the order service of examples/orders on http://127.0.0.1:8000, on an embedded PostgreSQL
 	$(BIN)/python -m examples.orders
+
+example-route-plans: setup ## the route plans of examples/route_plans, with their read model
+	$(BIN)/python -m examples.route_plans
 
 bench: setup servers ## measure, in about 15 minutes (BENCH="--store queue --only drain,late" to narrow)
 	$(BIN)/python -m bench $(BENCH)
