@@ -141,7 +141,7 @@ prove-consumer-outage: setup servers ## a PostgreSQL that is away for 60 s while
 chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
 
-simulate: setup ## run the relay through simulated faults (SEEDS=50000, START=0)
+simulate: setup ## run relays and consumers through simulated faults (SEEDS=50000, START=0)
 	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)
 
 clean: ## remove everything that is made, .venv too

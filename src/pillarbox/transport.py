@@ -170,7 +170,7 @@ class Subscription(Protocol):
         ...
 
     async def ack(self, received: Sequence[Received]) -> None:
-        """These are dealt with. Twice is fine."""
+        """These are dealt with. Twice is fine. An `OSError` says that the subscription is lost: they come again."""
         ...
 
     async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:

@@ -61,16 +61,3 @@ def test_it_knows_how_much_is_on_it() -> None:
     assert (desk.count, desk.bytes) == (2, 8)
     desk.done(taken)
     assert (desk.count, desk.bytes) == (1, 3)
-    assert len(desk.clear()) == 1
-    assert (desk.count, desk.bytes) == (0, 0)
-
-
-def test_a_cleared_desk_lets_workers_finish() -> None:
-    desk = Desk()
-    desk.put([received("a", 1), received("a", 2)])
-    taken = desk.take(1)
-    assert names(desk.clear()) == ["a2"]
-    desk.done(taken)
-    assert desk.count == 0
-    desk.put([received("a", 2)])
-    assert names(desk.take(1)) == ["a2"]

@@ -96,8 +96,6 @@ class Desk:
 
     def wake(self, line: Line) -> None:
         """The line may go on."""
-        if line not in self._stopped:
-            return  # the desk was cleared meanwhile
         self._stopped.discard(line)
         if waiting := self._lines.get(line):
             self._offer(waiting[0])
@@ -107,18 +105,6 @@ class Desk:
     def waiting(self) -> list[Work]:
         """All that nobody works on now."""
         return [work for line in self._lines.values() for work in line]
-
-    def clear(self) -> list[Work]:
-        """Take everything away that nobody works on: it comes again by another subscription. What is being worked on
-        stays counted until it is `done`.
-        """
-        gone = self.waiting()
-        self.count -= len(gone)
-        self.bytes -= sum(len(work.message.body) for work in gone)
-        for line in self._lines.values():
-            line.clear()
-        self._ready.clear()
-        return gone
 
     def _offer(self, first: Work) -> None:
         self._ready.setdefault(first.tenant, {})[first.line] = None
