@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
 from uuid import UUID, uuid4
 
 import msgspec
@@ -19,11 +21,18 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.inbox import LetterKind, LetterState, consumer_id
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, on
+from pillarbox.projections import rebuild as rebuilding
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
+from pillarbox.stores import archive
 from pillarbox.stores import inbox as stored
+from pillarbox.stores.letters import SqlLetters
+from pillarbox.stores.retention import RowKey
 from pillarbox.stores.tables import inbox, letters, outbox
+from pillarbox.tenancy import row_level_security
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
+from tests.domain import make_due, until_somebody_waits
+from tests.prove import rebuild as proof
 from tests.servers import Database
 
 QUICKLY = RetryPolicy(base=0.001, cap=0.01)
@@ -120,6 +129,17 @@ class Jars(Projection, row=JarRow):
 
 class WholeJars(Jars, row=JarRow, name="whole jars", contiguous=True):
     """None of their events may be missing."""
+
+
+class FaultyJars(Jars, row=JarRow, name="faulty jars"):
+    away = False
+    """Nothing can be filled now."""
+
+    @on(JarFilled)
+    def filled(self, event: JarFilled) -> Change:
+        if self.away and event.grams < 10:
+            raise ConnectionError("away")
+        return self.put(jar_id=event.jar_id, label=event.label, grams=Add(event.grams))
 
 
 class Labels(Projection, row=LabelRow, guarded=False):
@@ -451,6 +471,228 @@ async def test_what_waits_for_its_predecessors_waits_in_the_new_one(box: Pillarb
     await jars.rebuild()
     assert await rows_of(box, JarRow) == whole
     assert await letters_of(box) == []
+
+
+async def test_what_a_failure_keeps_back_is_left_to_the_live_one(box: Pillarbox) -> None:
+    projection = FaultyJars()
+    jars = box.projection(projection, source="outbox", retry=RetryPolicy(base=3600, cap=3600))
+    jar = Jar.make("plum")
+    async with box.unit_of_work() as uow:
+        uow.add(jar)
+    projection.away = True
+    for grams in (1, 20, 300):
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Jar, jar.id)).fill(grams)
+        if grams < 300:
+            await jars.drain()  # the first one is to be tried again, and the second one waits for it
+    projection.away = False
+    done = await jars.rebuild()
+    assert done.events == 1
+    await make_due(box.engine)
+    await jars.drain()
+    [row] = await rows_of(box, JarRow)
+    assert 321 in row
+    assert (await jars.rebuild()).events == 4
+    assert await rows_of(box, JarRow) == [row]
+
+
+async def test_what_people_have_decided_about_letters_holds(box: Pillarbox) -> None:
+    projection = Labels()
+    projection.refused = frozenset({2, 3})
+    labels = projected(box, projection)
+    await fill_jars(box, 4)
+    await labels.drain()
+    found = {JSON.decode(it.body)["grams"]: it async for it in box.dead_letters()}
+    async with box.engine.begin() as connection:
+        edited = found[2].body.replace(b'"grams":2', b'"grams":5')
+        assert await connection.run_sync(SqlLetters().edit, found[2].id, edited)
+        assert await connection.run_sync(SqlLetters().close, found[3].id, LetterState.DISCARDED)
+    assert await labels.redrive(found[2].id)
+    whole = await rows_of(box, LabelRow)
+    projection.refused = frozenset({2})
+    done = await labels.rebuild()
+    assert (done.events, done.left_out) == (9, 1)
+    assert await rows_of(box, LabelRow) == whole
+    assert {state for _, state in await letters_of(box)} == {LetterState.REDRIVEN, LetterState.DISCARDED}
+
+
+# -- other pasts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker in memory needs no time."""
+    monkeypatch.setattr(rebuilding, "QUIET", 0.1)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("source", ["broker", "outbox"])
+async def test_of_a_projection_behind_a_broker(box: Pillarbox, source: Literal["broker", "outbox"]) -> None:
+    labels = box.projection(Labels, source="broker", topics=[TOPIC], retry=QUICKLY)
+    await fill_jars(box, 4)
+    await box.relay().drain()
+    await labels.drain()
+    await spoil(box, "rebuilt_labels", "grams = 7")
+
+    async def more() -> None:
+        await fill_jars(box, 4, label="pear")
+        await box.relay().drain()
+        await labels.drain()
+
+    done = await labels.rebuild(source, progress=at(Stage.CATCHING_UP, more))
+    assert done.events == 20
+    await labels.drain()
+    assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
+    done = await labels.rebuild(source)
+    assert (done.generation, done.events) == (3, 20)
+
+
+async def test_from_archives_and_then_the_outbox(box: Pillarbox, tmp_path: Path) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+    file = tmp_path / "old.jsonl"
+
+    def archived(connection: Connection) -> None:
+        rows = connection.execute(select(outbox).where(outbox.c.topic == labels.name).order_by(outbox.c.id)).all()
+        keys = [RowKey(row.id, row.event_id, row.route, row.schema_version, 0) for row in rows]
+        writer = archive.Writer(file, archive.header(connection, datetime.now(UTC)))
+        writer.add(archive.fetch(connection, keys))
+        writer.close()
+        writer.finish()
+        connection.execute(outbox.delete().where(outbox.c.topic == labels.name))
+
+    async with box.engine.begin() as connection:
+        await connection.run_sync(archived)
+    await fill_jars(box, 4, label="pear")
+    await labels.drain()
+    whole = await rows_of(box, LabelRow)
+    await spoil(box, "rebuilt_labels", "grams = 7")
+    with pytest.raises(StoreError, match="it has had 10 events or more"):
+        await labels.rebuild()
+    assert (await labels.rebuild([file])).events == 20
+    assert await rows_of(box, LabelRow) == whole
+    file.write_bytes(file.read_bytes().replace(b"plum 1", b"plum 2"))
+    with pytest.raises(StoreError, match="is damaged"):
+        await labels.rebuild([file])
+    assert await rows_of(box, LabelRow) == whole
+
+
+# -- who reads, and who may --------------------------------------------------------------------------------------------
+
+
+async def test_readers_see_no_error_and_always_a_whole_table(box: Pillarbox) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 6)
+    await labels.drain()
+    total = sum(grams for _, _, grams in await folded(box))
+    seen: set[int] = set()
+    reading = True
+
+    async def read() -> None:
+        asked = text("SELECT sum(grams) FROM rebuilt_labels")
+        while reading:
+            async with box.engine.connect() as connection:  # drivers keep the prepared statement with the connection
+                for _ in range(20):
+                    seen.add(int((await connection.execute(asked)).scalar_one()))
+                    await connection.commit()
+            await asyncio.sleep(0)
+
+    readers = [asyncio.create_task(read()) for _ in range(3)]
+    try:
+        for _ in range(3):
+            await labels.rebuild()
+    finally:
+        reading = False
+        await asyncio.gather(*readers)
+    assert seen == {total}
+
+
+async def test_somebody_reads_for_long_and_the_swap_waits_without_a_queue(postgres_box: Pillarbox) -> None:
+    labels = projected(postgres_box, Labels)
+    await fill_jars(postgres_box, 3)
+    await labels.drain()
+    asked = text("SELECT count(*) FROM rebuilt_labels")
+    async with postgres_box.engine.connect() as reader:
+        await reader.execute(asked)
+        rebuild = asyncio.create_task(labels.rebuild())
+        await until_somebody_waits(postgres_box)
+        async with asyncio.timeout(30), postgres_box.engine.connect() as other:
+            assert (await other.execute(asked)).scalar() == 3
+        assert not rebuild.done()
+        await reader.rollback()
+        assert (await rebuild).generation == 2
+
+
+async def test_grants_and_policies_stay(postgres_box: Pillarbox) -> None:
+    box = postgres_box
+    role = f"reader_{uuid4().hex[:8]}"
+    labels = projected(box, OwnLabels)
+    for tenant in ("acme", "globex"):
+        await fill_jars(box, 3, tenant=tenant)
+    await labels.drain()
+    told = text(
+        "SELECT CAST(relacl AS text), relrowsecurity, relforcerowsecurity, relowner, reloptions, "
+        "(SELECT array_agg(ROW(policyname, permissive, roles, cmd, qual, with_check)::text ORDER BY policyname) "
+        " FROM pg_policies WHERE tablename = relname), "
+        "(SELECT array_agg(CAST(attacl AS text) ORDER BY attnum) FROM pg_attribute "
+        " WHERE attrelid = pg_class.oid AND attacl IS NOT NULL) "
+        "FROM pg_class WHERE relname = 'rebuilt_own_labels'"
+    )
+    async with box.engine.begin() as connection:
+        await connection.execute(text(f"CREATE ROLE {role}"))
+        await connection.execute(text(f"GRANT SELECT ON rebuilt_own_labels TO {role} WITH GRANT OPTION"))
+        await connection.execute(text(f"GRANT UPDATE (grams) ON rebuilt_own_labels TO {role}"))
+        await connection.execute(text("ALTER TABLE rebuilt_own_labels SET (fillfactor = 70)"))
+        await connection.execute(
+            text(f"CREATE POLICY few ON rebuilt_own_labels AS RESTRICTIVE FOR SELECT TO {role} USING (grams < 999)")
+        )
+        for statement in row_level_security(Base.metadata):
+            await connection.execute(text(statement))
+        before = (await connection.execute(told)).one()
+    whole = await rows_of(box, OwnLabelRow)
+    try:
+        await labels.rebuild()
+        async with box.engine.connect() as connection:
+            assert (await connection.execute(told)).one() == before
+        assert await rows_of(box, OwnLabelRow) == whole
+    finally:
+        async with box.engine.begin() as connection:
+            await connection.execute(text(f"DROP OWNED BY {role}"))
+            await connection.execute(text(f"DROP ROLE {role}"))
+
+
+async def test_the_small_form_of_the_proof(postgres_database: Database) -> None:
+    """See ``make prove-rebuild``."""
+    url, over = postgres_database.url(), asyncio.Event()
+    await proof.set_up(url, 3_000)
+    living = asyncio.create_task(proof.live(url, 100, 7, over.is_set))
+    try:
+        done = await proof.rebuild(url)
+    finally:
+        over.set()
+        life = await living
+    assert await proof.violations(url, done, life) == []
+    assert life.queries
+
+
+async def test_a_letter_that_is_mended_meanwhile_has_its_effect(box: Pillarbox) -> None:
+    projection = Labels()
+    projection.refused = frozenset({2})
+    labels = projected(box, projection)
+    await fill_jars(box, 3)
+    await labels.drain()
+    [letter] = [it async for it in box.dead_letters()]
+
+    async def mend() -> None:
+        async with box.engine.begin() as connection:
+            edited = letter.body.replace(b'"grams":2', b'"grams":5')
+            assert await connection.run_sync(SqlLetters().edit, letter.id, edited)
+        assert await labels.redrive(letter.id)
+
+    done = await labels.rebuild(progress=at(Stage.CATCHING_UP, mend))
+    assert (done.events, done.left_out) == (8, 0)
+    assert sum(row[2] for row in await rows_of(box, LabelRow)) == sum(row[2] for row in await folded(box)) + 3
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ class Processor:
         letter = found[0]
         try:
             async with self._home.unit_of_work(tenant=letter.tenant, new_transaction=True) as uow:
-                taken = await self._home.within(uow, self._letters.take, letter_id)
+                taken = await self._home.within(uow, self._take, letter_id)
                 if taken is None:
                     return False
                 incoming = self._read_letter(taken)
@@ -296,6 +296,10 @@ class Processor:
             await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
         return True
+
+    def _take(self, connection: Connection, letter_id: int) -> Letter | None:
+        self._identify(connection)  # a projection does not change places with another one before we have committed
+        return self._letters.take(connection, letter_id)
 
     def _read_letter(self, letter: Letter) -> Incoming:
         incoming = self._reader.read(_as_edited(letter), letter.attempts + 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Select, and_, exists, func, literal, select, text
+from sqlalchemy import Connection, Exists, Select, and_, exists, func, literal, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..consumers.home import OUTBOX
@@ -28,8 +28,9 @@ from ..transport import Message
 PAGE = 2_000
 """Events that are read at a time."""
 
-_UNDELIVERED = (Status.RETRYING, Status.PARKED, Status.FAILED, Status.DISCARDED)
-"""What is known not to have been delivered. It comes by itself when that changes, perhaps as something else."""
+_WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)
+"""What a failure keeps back, and with it all behind it that has its key. It may come by itself, perhaps edited, or
+never: unless the live projection has had it, it is left to that."""
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
@@ -63,6 +64,14 @@ def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str
     return Feed(found, tuple(topics), tuple(sorted(set(names))))
 
 
+def compare_all(connection: Connection) -> None:
+    """What this transaction asks compares a large part of the inbox with something else. The planner may not know yet
+    that a new consumer is there, take its rows for few, and look for each of them by itself.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL enable_nestloop = off")
+
+
 # -- the outbox --------------------------------------------------------------------------------------------------------
 
 
@@ -72,8 +81,9 @@ def count(connection: Connection, feed: Feed) -> int:
     return int(connection.scalar(wanted) or 0)
 
 
-async def unseen(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
-    """What the outbox has for this feed and the inbox does not know of this consumer, in pages.
+async def unseen(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
+    """What the outbox has for this feed and the inbox does not know of the new consumer, in pages. ``live`` is the one
+    that has consumed it so far.
 
     All pages are of one snapshot. A key's events are written one after the other, each when the one before has
     committed: so whenever a snapshot shows an event, it shows those before it. Pages with a snapshot each would not do:
@@ -81,17 +91,18 @@ async def unseen(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerat
     its key be there on the second.
     """
     read = _stream if engine.dialect.name == "postgresql" else _pages
-    async with aclosing(read(engine, feed, consumer)) as pages:
+    async with aclosing(read(engine, feed, live, new)) as pages:
         async for page in pages:
             yield page
 
 
-async def _stream(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
+async def _stream(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
     """By a cursor, which sorts once: on PostgreSQL the outbox has no index by id."""
-    given = {"consumer": consumer, "routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None}
+    given = {"routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None}
     async with engine.connect() as connection:
         one = await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        rows = await one.stream(_UNSEEN, given, execution_options={"yield_per": PAGE})
+        await one.run_sync(compare_all)
+        rows = await one.stream(_UNSEEN, {**given, "live": live, "new": new}, execution_options={"yield_per": PAGE})
         try:
             async for page in rows.partitions(PAGE):
                 yield [_message(row) for row in page]
@@ -99,8 +110,8 @@ async def _stream(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenera
             await rows.close()
 
 
-async def _pages(engine: AsyncEngine, feed: Feed, consumer: int) -> AsyncGenerator[list[Message], None]:
-    wanted = _unseen(feed, consumer)
+async def _pages(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
+    wanted = _unseen(feed, live, new)
     # SQLite has one writer at a time: rows commit in the order of their ids, and each page may have its own snapshot.
     # One for all would keep it from tidying up.
     at_once = engine.dialect.name != "sqlite"
@@ -124,32 +135,65 @@ def _conditions(feed: Feed) -> list[Any]:
     return [*found, outbox.c.topic.in_(feed.topics)] if feed.topics else found
 
 
-def _unseen(feed: Feed, consumer: int) -> Select[Any]:
-    seen = exists().where(
+def _unseen(feed: Feed, live: int, new: int) -> Select[Any]:
+    late = outbox.alias()
+    group = late.c.route, late.c.key, late.c.tenant
+    kept = (
+        select(*group, func.min(late.c.id).label("first"))
+        .where(late.c.route.in_(feed.routes), late.c.status.in_(_WAITING))
+        .group_by(*group)
+        .subquery()
+    )
+    same_key = and_(
+        kept.c.route == outbox.c.route,
+        kept.c.key == outbox.c.key,
+        kept.c.tenant.is_not_distinct_from(outbox.c.tenant),
+        kept.c.first <= outbox.c.id,
+    )
+    free = and_(kept.c.first.is_(None), outbox.c.status != Status.DISCARDED)
+    return (
+        select(outbox.c.id, outbox.c.topic, outbox.c.key, outbox.c.headers, outbox.c.body)
+        .outerjoin(kept, same_key)
+        .where(*_conditions(feed), ~_is_known(new), or_(free, _is_known(live)))
+        .order_by(outbox.c.id)
+    )
+
+
+def _is_known(consumer: int) -> Exists:
+    return exists().where(
         inbox.c.consumer == consumer,
         inbox.c.tenant == func.coalesce(outbox.c.tenant, literal("", inbox.c.tenant.type)),
         inbox.c.event_id == outbox.c.event_id,
     )
-    columns = outbox.c.id, outbox.c.topic, outbox.c.key, outbox.c.headers, outbox.c.body
-    delivered = outbox.c.status.not_in(_UNDELIVERED)
-    return select(*columns).where(*_conditions(feed), delivered, ~seen).order_by(outbox.c.id)
 
 
-# An edit is what was sent, and the journal of failures has it.
+# An edit is what was sent, and the records of failures have it.
+_KNOWN = """
+SELECT FROM pillarbox_inbox i
+WHERE i.consumer = {} AND i.tenant = coalesce(o.tenant, '') AND i.event_id = coalesce(f.event_id, o.event_id)
+"""
+_STATUSES = ", ".join(f"'{status}'" for status in _WAITING)
 _UNSEEN = text(
     f"""
+    WITH kept AS MATERIALIZED (
+        SELECT route, key, coalesce(tenant, '') AS tenant, min(id) AS first
+        FROM (
+            SELECT route, key, tenant, row_id AS id FROM pillarbox_failures WHERE status IN ({_STATUSES})
+            UNION ALL
+            SELECT route, key, tenant, id FROM pillarbox_outbox WHERE status IN ({_STATUSES}) AND status <> 'SENT'
+        ) late
+        WHERE route = ANY (CAST(:routes AS bigint[]))
+        GROUP BY 1, 2, 3
+    )
     SELECT o.id, o.topic, o.key, CAST(coalesce(f.headers, o.headers) AS text) AS headers,
            coalesce(f.body, o.body) AS body
     FROM pillarbox_outbox o
     LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+    LEFT JOIN kept k ON k.route = o.route AND k.key = o.key AND k.tenant = coalesce(o.tenant, '') AND k.first <= o.id
     WHERE o.route = ANY (CAST(:routes AS bigint[])) AND o.event_type = ANY (CAST(:names AS text[]))
       AND (CAST(:topics AS text[]) IS NULL OR o.topic = ANY (CAST(:topics AS text[])))
-      AND coalesce(f.status, o.status) NOT IN ({", ".join(f"'{status}'" for status in _UNDELIVERED)})
-      AND NOT EXISTS (
-          SELECT FROM pillarbox_inbox i
-          WHERE i.consumer = :consumer AND i.tenant = coalesce(o.tenant, '')
-            AND i.event_id = coalesce(f.event_id, o.event_id)
-      )
+      AND NOT EXISTS ({_KNOWN.format(":new")})
+      AND ((k.first IS NULL AND coalesce(f.status, o.status) <> 'DISCARDED') OR EXISTS ({_KNOWN.format(":live")}))
     ORDER BY o.id
     """  # noqa: S608  constants
 )

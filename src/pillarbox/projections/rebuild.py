@@ -290,12 +290,13 @@ class Rebuild:
             return _Broker(subscription)
         names = [kind.name for kind in self._live.kinds]
         feed = await self._in_transaction(history.feed_of, self._name, self._source, self._topics, names)
-        if source == "outbox":
-            self._total = await self._in_transaction(history.count, feed)
-            return _Outbox(self._engine, feed, consumer_id(self._name, self._new), ())
-        if isinstance(source, str):
+        if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
-        return _Outbox(self._engine, feed, consumer_id(self._name, self._new), source)
+        files: Sequence[Path] = () if isinstance(source, str) else source
+        if not files:
+            self._total = await self._in_transaction(history.count, feed)
+        live, new = (consumer_id(self._name, generation) for generation in (self._old, self._new))
+        return _Outbox(self._engine, feed, live, new, files)
 
     async def _go_through(self, past: _Past, *, incomplete: bool) -> None:
         began = await self._in_transaction(lambda it: it.scalar(select(from_now())))
@@ -313,6 +314,9 @@ class Rebuild:
     async def _apply_all(self, past: _Past, stage: Stage | None) -> int:
         """Apply all that is there now; how much that was."""
         self._amended = await self._in_transaction(_amended, self._name)
+        for place, body in self._amended.items():
+            if body is not None and place in self._left_out and self._left_out[place].message.body != body:
+                del self._left_out[place]  # somebody has mended it since
         count = 0
         async with aclosing(past.pages()) as pages:
             async for page in pages:
@@ -407,6 +411,7 @@ class Rebuild:
 
     def _lacking(self, connection: Connection, began: Any) -> int:
         """What was dealt with before we began was delivered before, so the past must have it."""
+        history.compare_all(connection)
         old, new = inbox_table.alias(), inbox_table.alias()
         number = consumer_id(self._name, self._new)
         found = exists().where(new.c.consumer == number, new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id)
@@ -468,8 +473,9 @@ class Rebuild:
             await asyncio.sleep(RETRY.delay(attempt))
 
     def _exchange(self, connection: Connection) -> None:
-        self._shadow.swap(connection)
+        """The tables last: from then on, those who read wait for us."""
         self._finish(connection)
+        self._shadow.swap(connection)
 
     def _finish(self, connection: Connection) -> None:
         """Let the live one be of the new generation, with the letters that belong to it."""
@@ -545,10 +551,10 @@ def _drop_held(connection: Connection, consumer: str) -> None:
 class _Outbox:
     """The outbox and, before it, archives of what has left it."""
 
-    def __init__(self, engine: AsyncEngine, feed: history.Feed, consumer: int, files: Sequence[Path]) -> None:
+    def __init__(self, engine: AsyncEngine, feed: history.Feed, live: int, new: int, files: Sequence[Path]) -> None:
         self._engine = engine
         self._feed = feed
-        self._consumer = consumer
+        self._live, self._new = live, new
         self._files = files
 
     async def pages(self) -> AsyncGenerator[list[Message], None]:
@@ -556,7 +562,7 @@ class _Outbox:
             async for page in history.archived(self._engine, self._files, self._feed):
                 yield page
             self._files = ()
-        async with aclosing(history.unseen(self._engine, self._feed, self._consumer)) as pages:
+        async with aclosing(history.unseen(self._engine, self._feed, self._live, self._new)) as pages:
             async for page in pages:
                 yield page
 

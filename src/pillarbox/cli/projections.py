@@ -1,0 +1,203 @@
+"""``pillarbox projections``: see the projections, and write one anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from sqlalchemy import Connection
+
+from ..app import Pillarbox
+from ..errors import StoreError
+from ..inbox import LetterFilter, LetterKind
+from ..projections.projection import Projection
+from ..projections.rebuild import From, Progress, Rebuilt
+from ..stores import inbox as stored
+from ..stores import retention
+from ..stores.inbox import ConsumerRecord
+from ..stores.letters import SqlLetters
+from ..stores.operations import Author
+from ..stores.schema import check_schema
+from .database import ask, load_settings, reached, run
+from .output import CommandError, Exit, age, check_text, emit, number, options, signed, table
+from .relay import load_box
+
+
+@click.group(no_args_is_help=False)
+def command() -> None:
+    """See the projections, and write one anew."""
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+@command.command("list")
+@options
+def list_projections(config: Path | None, as_json: bool) -> None:
+    """List the projections that were ever run on this database."""
+    found = run(ask(load_settings(config), _projections))
+    emit({"projections": [_shown(record, held) for record, held in found]}, _listed(found), as_json=as_json)
+
+
+def _projections(connection: Connection) -> list[tuple[ConsumerRecord, int]]:
+    """Each with what it holds now: its process may have told it a while ago."""
+    waiting = SqlLetters().count(connection, LetterFilter(kinds=(LetterKind.HELD,)))
+    return [
+        (record, waiting.get((record.name, LetterKind.HELD), 0))
+        for record in stored.consumers(connection)
+        if record.kind == "projection"
+    ]
+
+
+def _shown(record: ConsumerRecord, held: int) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "generation": abs(record.generation),
+        "swapping": record.generation < 0,
+        "source": record.source,
+        "topics": record.topics,
+        "handled": record.handled,
+        "held": held,
+        "lag": record.lag,
+        "last_event_id": record.last_event_id,
+        "last_occurred_at": record.last_occurred_at,
+        "seen_at": record.seen_at,
+    }
+
+
+def _listed(found: list[tuple[ConsumerRecord, int]]) -> str:
+    rows = [
+        (
+            it.name,
+            it.source,
+            it.seen_at,
+            None if it.lag is None else age(it.lag),
+            it.handled,
+            held,
+            f"{-it.generation}, swapping" if it.generation < 0 else it.generation,
+        )
+        for it, held in found
+    ]
+    return table([("NAME", "SOURCE", "SEEN", "LAG", "HANDLED", "HELD", "GENERATION"), *rows]) if rows else "none"
+
+
+# -- writing anew ------------------------------------------------------------------------------------------------------
+
+
+@command.command()
+@click.argument("box", metavar="MODULE:BOX")
+@click.argument("name", callback=check_text)
+@click.option(
+    "--from",
+    "source",
+    multiple=True,
+    metavar="outbox|broker|FILE",
+    default=("outbox",),
+    show_default="outbox",
+    help="Where its events are. An archive is read before the outbox; there may be several.",
+)
+@click.option("--incomplete", is_flag=True, help="Do it although events that it has had are not found any more.")
+@signed
+@options
+def rebuild(
+    config: Path | None,
+    as_json: bool,
+    *,
+    box: str,
+    name: str,
+    source: tuple[str, ...],
+    incomplete: bool,
+    by: str,
+    reason: str | None,
+    dry_run: bool,
+) -> None:
+    """Write the table of a projection anew, beside the old one, and put it in its place.
+
+    BOX is a Pillarbox in your code that has the projection NAME. It goes on meanwhile, and its table can be read all
+    the time. Ctrl-C leaves everything as it was.
+    """
+    load_settings(config)
+    past = _past(source)
+    done = run(_rebuild(load_box(box), name, past, Author(by, reason), incomplete=incomplete, dry_run=dry_run))
+    if isinstance(done, int):
+        emit(
+            {"projection": name, "generation": done, "dry_run": True},
+            f"rebuild: {name} would get generation {done}",
+            as_json=as_json,
+        )
+        return
+    rebuilt, entry = done
+    emit({**asdict(rebuilt), "audit": entry, "dry_run": False}, _told(rebuilt, entry), as_json=as_json)
+
+
+def _past(given: tuple[str, ...]) -> From:
+    if len(given) == 1 and given[0] == "broker":
+        return "broker"
+    files = [Path(each) for each in given if each != "outbox"]
+    if Path("broker") in files:
+        raise click.BadParameter("the broker has everything, or nothing: name it alone.", param_hint="--from")
+    return files or "outbox"
+
+
+async def _rebuild(
+    box: Pillarbox, name: str, past: From, author: Author, *, incomplete: bool, dry_run: bool
+) -> tuple[Rebuilt, int] | int:
+    async with box, reached(box.engine, "the URL of the box"):
+        async with box.engine.connect() as connection:
+            await connection.run_sync(check_schema)
+        consumer = box.consumers.get(name)
+        if consumer is None:
+            names = sorted(it.name for it in box.consumers.values() if isinstance(it.effects, Projection))
+            raise CommandError(f"this box has no projection {name!r}; it has: {', '.join(names) or 'none'}", Exit.USAGE)
+        if dry_run:
+            async with box.engine.connect() as connection:
+                known = {it.name: abs(it.generation) for it in await connection.run_sync(stored.consumers)}
+            return known.get(name, 1) + 1
+        said = {"from": past if isinstance(past, str) else [str(file) for file in past], "incomplete": incomplete}
+        entry = await _note(box, author, name, {**said, "finished": False})
+        with _bar(name) as progress:
+            try:
+                done = await consumer.rebuild(past, incomplete=incomplete, progress=progress)
+            except StoreError as error:
+                await _note(box, author, name, {**said, "finished": False, "error": str(error)}, entry)
+                raise
+        await _note(box, author, name, {**said, "finished": True, **asdict(done)}, entry)
+        return done, entry
+
+
+async def _note(box: Pillarbox, author: Author, name: str, details: dict[str, Any], entry: int | None = None) -> int:
+    """The row of the trail."""
+    async with box.engine.begin() as connection:
+        return await connection.run_sync(
+            lambda it: retention.note(it, author, "rebuild", f"projection {name}", details=details, entry=entry)
+        )
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[Progress], None]]:
+    """For those who watch. If nobody knows how many events there are, only how far it has come is shown."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with click.progressbar(
+        length=1, label=name, file=sys.stderr, item_show_func=lambda it: it and f"{it.stage}, {it.events:,} events"
+    ) as bar:
+
+        def show(progress: Progress) -> None:
+            bar.length = max(progress.total or 0, progress.events, 1)
+            bar.update(progress.events - bar.pos, progress)
+
+        yield show
+
+
+def _told(done: Rebuilt, entry: int) -> str:
+    came = f"{number(done.events, 'event')} in {age(done.seconds)}"
+    lines = [f"rebuild: {done.projection} has generation {done.generation}: {came}, audit entry {entry}"]
+    if done.left_out:
+        lines.append(f"left out: {number(done.left_out, 'event')}; each has its letter")
+    return "\n".join(lines)
