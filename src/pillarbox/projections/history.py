@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, Exists, Select, and_, exists, func, literal, or_, select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..consumers.home import OUTBOX
@@ -97,17 +98,29 @@ async def unseen(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncG
 
 
 async def _stream(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
-    """By a cursor, which sorts once: on PostgreSQL the outbox has no index by id."""
+    """By a cursor, which sorts once: on PostgreSQL the outbox has no index by id.
+
+    The server puts its rows aside when the transaction commits, and the snapshot ends. To keep it open would keep every
+    row that is updated meanwhile, in all tables: those of a busy projection would grow, and be slow, until the end.
+    """
     given = {"routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None}
     async with engine.connect() as connection:
-        one = await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        await one.run_sync(compare_all)
-        rows = await one.stream(_UNSEEN, {**given, "live": live, "new": new}, execution_options={"yield_per": PAGE})
+        await connection.run_sync(compare_all)
+        await connection.execute(_UNSEEN, {**given, "live": live, "new": new})
+        await connection.commit()
         try:
-            async for page in rows.partitions(PAGE):
-                yield [_message(row) for row in page]
+            while rows := (await connection.exec_driver_sql(f"FETCH {PAGE} FROM pillarbox_past")).all():
+                await connection.commit()
+                yield [_message(row) for row in rows]
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) == _NO_SUCH_CURSOR:
+                raise ConfigurationError(
+                    "a rebuild needs connections of its own, and a pooler lends these by the transaction: let the box "
+                    "that rebuilds connect to PostgreSQL itself"
+                ) from error
+            raise
         finally:
-            await rows.close()
+            await connection.invalidate()  # and the cursor with it, whatever has happened
 
 
 async def _pages(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
@@ -172,9 +185,11 @@ _KNOWN = """
 SELECT FROM pillarbox_inbox i
 WHERE i.consumer = {} AND i.tenant = coalesce(o.tenant, '') AND i.event_id = coalesce(f.event_id, o.event_id)
 """
+_NO_SUCH_CURSOR = "34000"
 _STATUSES = ", ".join(f"'{status}'" for status in _WAITING)
 _UNSEEN = text(
     f"""
+    DECLARE pillarbox_past NO SCROLL CURSOR WITH HOLD FOR
     WITH kept AS MATERIALIZED (
         SELECT route, key, coalesce(tenant, '') AS tenant, min(id) AS first
         FROM (
