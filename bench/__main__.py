@@ -16,6 +16,7 @@ import uvloop
 
 from . import (
     cdc,
+    consume,
     drain,
     fairness,
     figures,
@@ -45,6 +46,7 @@ SUBJECTS: dict[str, ModuleType] = {
     "cdc": cdc,
     "fairness": fairness,
     "pulsar": pulsar,
+    "consume": consume,
     "imports": imports,
 }
 

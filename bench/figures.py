@@ -18,9 +18,12 @@ BATCH = 500
 _MEGABYTE = 1_048_576
 
 
-def body(seq: int) -> bytes:
-    """An event of `PAYLOAD_BYTES`; its number comes first, where `seq_of` finds it."""
-    fields: dict[str, object] = {"seq": seq, "order_id": str(UUID(int=seq)), "customer": f"customer-{seq % 1000}"}
+def body(seq: int, order: int | None = None) -> bytes:
+    """An event of `PAYLOAD_BYTES`; its number comes first, where `seq_of` finds it. Each has an order of its own,
+    unless another one is named.
+    """
+    order_id = str(UUID(int=seq if order is None else order))
+    fields: dict[str, object] = {"seq": seq, "order_id": order_id, "customer": f"customer-{seq % 1000}"}
     bare = len(json.dumps(fields, separators=(",", ":")))
     return json.dumps({**fields, "note": "x" * (PAYLOAD_BYTES - bare - 10)}, separators=(",", ":")).encode()
 

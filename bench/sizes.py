@@ -31,6 +31,8 @@ class Sizes:
     late: int = 1_000_000
     crowd: int = 1_000_000
     crowd_seconds: float = 20.0
+    consume: int = 40_000
+    consume_singly: int = 2_000
 
 
 FULL = Sizes()
@@ -55,4 +57,6 @@ QUICK = Sizes(
     late=50_000,
     crowd=20_000,
     crowd_seconds=3.0,
+    consume=10_000,
+    consume_singly=400,
 )

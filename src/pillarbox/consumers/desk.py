@@ -52,12 +52,16 @@ class Desk:
         for each in received:
             message = each.message
             work = Work(each)
-            work.line = (message.topic, work.tenant, message.key) if message.key else work
-            self._lines.setdefault(work.line, deque()).append(work)
-            self.count += 1
+            tenant = work.tenant
+            work.line = line = (message.topic, tenant, message.key) if message.key else work
+            waiting = self._lines.get(line)
+            if waiting is None:
+                waiting = self._lines[line] = deque()
+            waiting.append(work)
             self.bytes += len(message.body)
-            if work.line not in self._stopped:
-                self._offer(work)
+            if line not in self._stopped:
+                self._offer(tenant, line)
+        self.count += len(received)
 
     def take(self, limit: int) -> list[Work]:
         """Up to so many messages of one tenant, in order per key, or nothing if all wait. Nobody else gets messages of
@@ -65,12 +69,17 @@ class Desk:
         """
         taken: list[Work] = []
         for tenant, lines in self._ready.items():
-            while lines and len(taken) < limit:
-                line = next(iter(lines))
-                del lines[line]
-                self._stopped.add(line)
+            begun: list[Line] = []
+            for line in lines:
+                if len(taken) == limit:
+                    break
+                begun.append(line)
                 waiting = self._lines[line]
-                taken += [waiting.popleft() for _ in range(min(len(waiting), limit - len(taken)))]
+                while waiting and len(taken) < limit:
+                    taken.append(waiting.popleft())
+            self._stopped.update(begun)
+            for line in begun:  # not one by one from the front: a dict looks at all that were deleted there before
+                del lines[line]
             del self._ready[tenant]
             if lines:
                 self._ready[tenant] = lines  # behind the others
@@ -98,7 +107,7 @@ class Desk:
         """The line may go on."""
         self._stopped.discard(line)
         if waiting := self._lines.get(line):
-            self._offer(waiting[0])
+            self._offer(waiting[0].tenant, line)
         else:
             self._lines.pop(line, None)
 
@@ -106,5 +115,5 @@ class Desk:
         """All that nobody works on now."""
         return [work for line in self._lines.values() for work in line]
 
-    def _offer(self, first: Work) -> None:
-        self._ready.setdefault(first.tenant, {})[first.line] = None
+    def _offer(self, tenant: str | None, line: Line) -> None:
+        self._ready.setdefault(tenant, {})[line] = None

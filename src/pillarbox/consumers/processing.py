@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import RFC_4122, UUID
 
 from sqlalchemy import Connection
@@ -308,8 +308,7 @@ class Processor:
         return incoming
 
 
-@dataclass(slots=True, frozen=True)
-class _Readable:
+class _Readable(NamedTuple):
     """A message with an event in it that somebody wants."""
 
     work: Work
