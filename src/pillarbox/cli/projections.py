@@ -25,7 +25,7 @@ from ..stores.operations import Author
 from ..stores.schema import check_schema
 from .database import ask, load_settings, reached, run
 from .output import CommandError, Exit, age, check_text, emit, number, options, signed, table
-from .relay import load_box
+from .serving import load_box
 
 
 @click.group(no_args_is_help=False)
