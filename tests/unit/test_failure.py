@@ -121,7 +121,7 @@ class TestTheOperatingSystem:
     @pytest.mark.parametrize(
         "error",
         [
-            FileNotFoundError(errno.ENOENT, "no such file"),
+            FileNotFoundError(errno.ENOENT, "no such file", "a.txt"),
             PermissionError(errno.EACCES, "denied"),
             IsADirectoryError(errno.EISDIR, "a folder"),
             NotADirectoryError(errno.ENOTDIR, "a file"),

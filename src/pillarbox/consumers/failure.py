@@ -218,7 +218,7 @@ def _cause(error: BaseException) -> BaseException | None:
 def _by_itself(error: BaseException) -> Failure:
     if isinstance(error, PendingRollbackError):
         return Failure.TRANSIENT if error.code == _RECONNECT else Failure.UNKNOWN
-    if isinstance(error, (FileNotFoundError, PermissionError)) and error.errno is not None and error.filename is None:
+    if isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None:
         return Failure.TRANSIENT  # about no file: the Unix socket of a server that is away, or starts
     if not isinstance(error, DBAPIError):
         return _by_code(error) or _by_class(error) or Failure.UNKNOWN
