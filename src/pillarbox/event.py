@@ -93,6 +93,11 @@ class EventType:
         return tuple(field.name for field in dataclasses.fields(self.cls) if field.name not in IDENTITY)
 
     @cached_property
+    def optional(self) -> bool:
+        """Whether some of these may be left out."""
+        return not all(_is_required(each) for each in dataclasses.fields(self.cls) if each.name not in IDENTITY)
+
+    @cached_property
     def decimals(self) -> tuple[str, ...]:
         """Fields that must be exact: msgspec would take a float for a Decimal, and then its digits."""
         try:
@@ -133,7 +138,9 @@ class EventType:
             ) from error
         if self.shape is self.cls:
             return checked
-        fields = {name: value for name, value in msgspec.structs.asdict(checked).items() if value is not msgspec.UNSET}
+        fields = msgspec.structs.asdict(checked)
+        if self.optional:
+            fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
         return self.cls(**fields, event_id=event_id, occurred_at=occurred_at)
 
 

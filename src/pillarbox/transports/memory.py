@@ -225,8 +225,8 @@ class MemorySubscription:
 
     async def ack(self, received: Sequence[Received]) -> None:
         self._check()
-        for each in received:
-            for copies in self._topics:
+        for copies in self._topics:
+            for each in received:
                 copies.pop(each.handle, None)
         self._broker._wake()
 
