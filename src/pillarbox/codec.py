@@ -12,7 +12,7 @@ import msgspec
 from .errors import UnknownEventError
 
 
-class Content(msgspec.Struct, frozen=True):
+class Content(msgspec.Struct, frozen=True, gc=False):
     """What an event says, independent of bytes: the plain payload in one version of its schema."""
 
     name: str

@@ -20,7 +20,7 @@ from .outbox import stable_hash
 from .transport import Message
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A message as the inbox knows it."""
 
     event_id: UUID
