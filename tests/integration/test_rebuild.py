@@ -624,6 +624,24 @@ async def test_somebody_reads_for_long_and_the_swap_waits_without_a_queue(postgr
         assert (await rebuild).generation == 2
 
 
+async def test_no_snapshot_is_kept_that_would_keep_dead_rows(postgres_box: Pillarbox) -> None:
+    labels = projected(postgres_box, Labels)
+    await fill_jars(postgres_box, 3)
+    kept = text(
+        "SELECT query FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND state = 'idle in transaction' AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)"
+    )
+    found: list[Any] = []
+
+    async def look(progress: Progress) -> None:
+        if progress.stage is Stage.REPLAYING:
+            async with postgres_box.engine.connect() as connection:
+                found.extend(await connection.scalars(kept))
+
+    await labels.rebuild(progress=look)
+    assert found == []
+
+
 async def test_grants_and_policies_stay(postgres_box: Pillarbox) -> None:
     box = postgres_box
     role = f"reader_{uuid4().hex[:8]}"

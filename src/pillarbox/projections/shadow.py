@@ -340,9 +340,11 @@ async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
     async with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             # Of the transaction, not of the session: a pooler may lend the session to others.
-            await connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
             number = stable_hash(f"rebuild {name}")
             got = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:number)"), {"number": number})
+            # It comes last: the server keeps the snapshot of a query until the next statement, and with it every row
+            # that is updated meanwhile.
+            await connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
         else:
             key = f"pillarbox:{stable_hash(f'rebuild {name}'):x}"
             got = await connection.scalar(text("SELECT GET_LOCK(CONCAT(:key, ':', MD5(DATABASE())), 0)"), {"key": key})
