@@ -28,7 +28,7 @@ from .consumers.consumer import Consumer, Terms
 from .consumers.handling import Effects, Handlers
 from .consumers.home import OUTBOX
 from .consumers.intake import Flow
-from .context import check_header
+from .context import check_header, current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
@@ -61,6 +61,8 @@ _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 logger = logging.getLogger("pillarbox")
 
+APART_SECONDS = 60.0
+"""What a small transaction of ours may take: a connection may be dead and not say so."""
 PROJECTED_AT_ONCE = 500
 """Events of a projection that share a transaction, unless another number is said."""
 
@@ -346,6 +348,7 @@ class Pillarbox:
         max_bytes: int = Flow.max_bytes,
         grace: float = Flow.grace,
         retry: RetryPolicy = Terms.retry,
+        timeout: float = Terms.timeout,
         patience: float = Terms.patience,
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
@@ -364,7 +367,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, patience, retention, tuple(ignores)),
+            terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
         )
 
     def projection(
@@ -379,6 +382,7 @@ class Pillarbox:
         max_bytes: int = Flow.max_bytes,
         grace: float = Flow.grace,
         retry: RetryPolicy = Terms.retry,
+        timeout: float = Terms.timeout,
         patience: float = Terms.patience,
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
@@ -397,7 +401,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, patience, retention, tuple(ignores)),
+            terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
         )
 
     def _consumer(
@@ -422,7 +426,7 @@ class Pillarbox:
             name,
             self,
             effects,
-            source=source if isinstance(source, str) else type(source).__name__,
+            source=self._name_of(source),
             subscriber=subscriber,
             topics=topics,
             inbox=self._inbox,
@@ -431,6 +435,12 @@ class Pillarbox:
             terms=terms,
         )
         return consumer
+
+    def _name_of(self, source: str | Subscriber) -> str:
+        if isinstance(source, str):
+            return source
+        same = [name for name, transport in self.transports.items() if cast("object", transport) is source]
+        return same[0] if same else type(source).__name__
 
     def _subscriber(self, name: str, source: str | Subscriber) -> Subscriber:
         if not isinstance(source, str):
@@ -452,8 +462,12 @@ class Pillarbox:
         kinds: Sequence[LetterKind] = (),
         states: Sequence[LetterState] = (LetterState.OPEN,),
     ) -> AsyncIterator[Letter]:
-        """The letters of a consumer, or of all, from the oldest on: messages that it could not turn into effects."""
-        wanted = LetterFilter(consumer, tenant, tuple(kinds), tuple(states))
+        """The letters of a consumer, or of all, from the oldest on: messages that it could not turn into effects. Where
+        a tenant is set, as in its requests, only that tenant's. Events that a projection holds are shown if their kind
+        is asked for.
+        """
+        kinds = kinds or [kind for kind in LetterKind if kind is not LetterKind.HELD]
+        wanted = LetterFilter(consumer, tenant or current_context().tenant, tuple(kinds), tuple(states))
         page: Sequence[Letter] = ()
         while True:
             async with self.engine.connect() as connection:
@@ -470,7 +484,7 @@ class Pillarbox:
 
     async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
         """Call a function of a connection, in a transaction of its own, which is committed."""
-        async with self.engine.begin() as connection:
+        async with asyncio.timeout(APART_SECONDS), self.engine.begin() as connection:
             return await connection.run_sync(function, *arguments, **options)
 
     @property

@@ -159,6 +159,10 @@ class Letters(Protocol):
         """Let a redrive use another body; the original is kept. False if it is not open."""
         ...
 
+    def prune(self, connection: Any, consumer: str, older_than: timedelta, limit: int) -> int:
+        """Delete up to ``limit`` letters that were closed longer ago than that; how many they were."""
+        ...
+
 
 def consumer_id(name: str, generation: int = 1) -> int:
     """The number of a consumer in the inbox. A rebuilt projection is another generation, which starts afresh."""

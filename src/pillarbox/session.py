@@ -36,6 +36,10 @@ BULK_ALLOWED = "pillarbox_bulk"
 """Execution option that marks a bulk statement on an aggregate as meant: it will raise no events."""
 
 
+SEALED = "pillarbox_sealed"
+"""In the ``info`` of a session whose transaction belongs to somebody else than those who use it now."""
+
+
 class BoundSession(Session):
     """A Session that belongs to a box. `bind` puts it in front of the class that a sessionmaker makes."""
 
@@ -75,6 +79,7 @@ class BoundSession(Session):
         return super().get(entity, *args, **kwargs)
 
     def commit(self) -> None:
+        self._check_seal()
         before = self._enter()
         try:
             super().commit()
@@ -82,8 +87,16 @@ class BoundSession(Session):
             self._holder = before
 
     def rollback(self) -> None:
+        self._check_seal()
         with self._alone():
             super().rollback()
+
+    def _check_seal(self) -> None:
+        if self.info.get(SEALED):
+            raise SessionError(
+                "this transaction is that of a consumer, which commits it together with the row of its inbox: "
+                "a handler may use savepoints, and raises an error to have everything undone"
+            )
 
     def merge(self, instance: Any, **kwargs: Any) -> Any:
         """The copy in the session takes over what the given aggregate has raised: nobody else would ever write it."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -27,7 +27,7 @@ from . import telemetry
 from .aggregate import Aggregate
 from .commit import uninterrupted
 from .errors import SessionError, SessionSharedError
-from .session import collector_of
+from .session import SEALED, collector_of
 from .tenancy import Tenancy
 
 logger = logging.getLogger("pillarbox")
@@ -143,6 +143,16 @@ class UnitOfWork:
         """A savepoint: an exception in the block undoes the block, events included, and goes on."""
         async with self.session.begin_nested():
             yield self
+
+    @contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Whoever works in the block may not end the transaction."""
+        info = self.session.info
+        info[SEALED] = True
+        try:
+            yield
+        finally:
+            info[SEALED] = False
 
     # -- its life ------------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import String, func, select
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import (
@@ -26,6 +26,8 @@ from pillarbox import (
     UnitOfWork,
     upcaster,
 )
+from pillarbox.codec import Content
+from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import ConfigurationError
 from pillarbox.inbox import Letter, LetterKind, LetterState
@@ -258,6 +260,21 @@ async def test_tenants_are_never_in_one_transaction(box: Pillarbox) -> None:
     assert len(await effects(box)) == 6
 
 
+async def test_h79_a_handler_cannot_end_the_transaction(box: Pillarbox) -> None:
+    consumer = answering(box)
+    endings = ["commit", "rollback"]
+
+    @consumer.on(Asked)
+    async def end(_event: Asked, session: AsyncSession) -> None:
+        if endings:
+            await getattr(session, endings.pop())()
+
+    await ask(box, ("a", 1))
+    tally = await consumer.drain()
+    assert (tally.failures, tally.handled) == (2, 1)
+    assert await effects(box) == [("a", 1)]
+
+
 # -- letters -----------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +374,53 @@ async def test_h82_the_same_event_with_another_body_is_quarantined_once(
     assert "another body" in letter.reason
 
 
+async def test_h82_what_cannot_be_read_is_a_letter_also_under_a_known_id(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    await broker.send("somebody", [Message(TOPIC, "a", b"not json", sent.headers)])
+    for _ in range(2):
+        await consumer.drain()
+        broker.redeliver(TOPIC)
+    assert [letter.message.body for letter in await letters(box)] == [b"not json"]
+
+
+async def test_an_id_that_stands_in_the_body_alone_is_one_name_for_effect_and_letter(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    calls: list[int] = []
+
+    @consumer.on(Asked)
+    async def refuse_once(event: Asked) -> None:
+        calls.append(event.number)
+        if len(calls) == 1:
+            raise Reject("not today")
+
+    event_id, now = uuid4(), datetime.now(UTC)
+    content = Content("test.consumer.asked", 2, event_id, now, {"subject": "a", "number": 7})
+    codec = CloudEventsCodec()
+    headers = {"content_type": codec.content_type}
+    full = {
+        **headers,
+        "event_id": str(event_id),
+        "event_type": "test.consumer.asked",
+        "schema_version": "v2",
+        "occurred_at": now.isoformat(),
+        "aggregate_id": "a",
+        "aggregate_type": "question",
+    }
+    await broker.send("somebody", [Message(TOPIC, "a", codec.encode(content, full), headers)])
+    for _ in range(2):
+        await consumer.drain()
+        broker.redeliver(TOPIC)
+    assert calls == [7]
+    [letter] = await letters(box)
+    assert letter.event_id == event_id
+
+
 async def test_another_version_of_an_admitted_event_is_a_duplicate(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, ("a", 1))
@@ -424,6 +488,25 @@ async def test_h87_an_unknown_error_is_a_letter_only_after_a_while_and_while_oth
     assert letter.kind is LetterKind.POISON
     assert "given up after" in letter.reason
     assert "KeyError" in letter.reason
+
+
+async def test_h87_a_duplicate_is_no_success(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box, patience=0.0)
+    broken = False
+
+    @consumer.on(Asked)
+    async def stumble(_event: Asked) -> None:
+        if broken:
+            raise KeyError("everything is broken")
+
+    await ask(box, ("a", 1))
+    await consumer.drain()
+    broken = True
+    await ask(box, ("b", 2))
+    await consumer.drain()
+    broker.redeliver(TOPIC, 0)
+    await consumer.drain()
+    assert await letters(box) == []
 
 
 async def test_h87_no_transient_error_ever_makes_a_letter(box: Pillarbox) -> None:
@@ -563,6 +646,22 @@ async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: Mem
     consumer.stop()
     await running
     assert await effects(box) == [("a", 1), ("a", 2)]
+
+
+async def test_it_stops_while_it_waits_for_its_source(box: Pillarbox) -> None:
+    asked = asyncio.Event()
+
+    class Silent(MemoryTransport):
+        async def subscribe(self, topics: Sequence[str], group: str) -> Any:  # noqa: ARG002  it never answers
+            asked.set()
+            await asyncio.get_running_loop().create_future()
+
+    consumer = box.consumer("patient", source=Silent(), topics=[TOPIC])
+    consumer.on(Asked)(lambda _event: None)
+    running = asyncio.create_task(consumer.run())
+    await asyncio.wait_for(asked.wait(), 10)
+    consumer.stop()
+    await asyncio.wait_for(running, 10)
 
 
 async def test_its_place_is_written_down_and_the_inbox_forgets(box: Pillarbox) -> None:

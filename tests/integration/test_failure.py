@@ -112,7 +112,7 @@ def touch(row: int, amount: int = 5) -> Any:
 class TestTheMessagesFault:
     @on(*ALL)
     async def test_h87_not_null(self, bench: Bench) -> None:
-        assert await failure_of(bench.insert(name=None)) is Failure.POISON
+        assert await failure_of(bench.insert(name=None)) is Failure.UNKNOWN
 
     @on(*ALL)
     async def test_h87_check(self, bench: Bench) -> None:
@@ -248,7 +248,7 @@ async def test_h87_a_driver_used_without_sqlalchemy(bench: Bench) -> None:
     url = make_url(bench.database.url("asyncpg")).set(drivername="postgresql")
     connection = await asyncpg.connect(url.render_as_string(hide_password=False))
     for statement, kind in (
-        ("INSERT INTO failure_rows (id) VALUES (3)", Failure.POISON),
+        ("INSERT INTO failure_rows (id) VALUES (3)", Failure.UNKNOWN),
         ("SELECT pg_terminate_backend(pg_backend_pid())", Failure.TRANSIENT),
         ("SELECT 1", Failure.TRANSIENT),
     ):

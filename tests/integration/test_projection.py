@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 from uuid import UUID
 
@@ -178,6 +178,9 @@ class Shelf:
 
     def edit(self, _connection: Any, _letter_id: int, _body: bytes) -> bool:
         return False
+
+    def prune(self, _connection: Any, _consumer: str, _older_than: timedelta, _limit: int) -> int:
+        return 0
 
     @property
     def states(self) -> list[LetterState]:

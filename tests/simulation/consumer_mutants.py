@@ -217,7 +217,9 @@ def _unknown_errors_never_given_up(patch: pytest.MonkeyPatch) -> None:
 @mutant("C2 once", "C3 both")
 def _letter_without_a_row(patch: pytest.MonkeyPatch) -> None:
     def write_letters(self: Processor, connection: Any, unfit: Sequence[Any]) -> Any:
-        letters = [processing.letter_about(self._name, it.work.message, it.kind, it.reason) for it in unfit]
+        letters = [
+            processing.letter_about(self._name, it.work.message, it.kind, it.reason, arrival=it.arrival) for it in unfit
+        ]
         self._letters.write(connection, letters)
         return letters, [], None
 

@@ -79,9 +79,9 @@ class TestOurOwn:
         [
             (Reject("sold out"), BUSINESS),
             (Poison("no such currency"), POISON),
-            (UnknownEventError("no type for it"), POISON),
-            (PayloadError("$.total", "not a number"), POISON),
-            (HeaderError("no tenant"), POISON),
+            (UnknownEventError("no type for it"), UNKNOWN),
+            (PayloadError("$.total", "not a number"), UNKNOWN),
+            (HeaderError("no tenant"), UNKNOWN),
             (UnregisteredEventError("the handler published it"), UNKNOWN),
             (DuplicateEventError("the handler published it"), UNKNOWN),
             (ConcurrencyError("changed"), TRANSIENT),
@@ -142,7 +142,8 @@ class TestPostgres:
         [
             *((state, TRANSIENT) for state in ("08006", "25006", "25P03", "28P01", "40001", "40P01", "53300")),
             *((state, TRANSIENT) for state in ("55P03", "57014", "57P01", "57P03", "58030")),
-            *((state, POISON) for state in ("22001", "22003", "22P02", "23502", "23514")),
+            *((state, POISON) for state in ("22001", "22003", "22P02", "23514")),
+            *((state, UNKNOWN) for state in ("23502", "2200H")),
             *((state, UNKNOWN) for state in ("23503", "23505", "23P01", "42P01", "42703", "25P02", "XX000", "P0001")),
         ],
     )
@@ -154,7 +155,7 @@ class TestPostgres:
 
     def test_h87_the_adapters_error_is_told_by_the_drivers(self) -> None:
         adapters = Exception("it said so")
-        adapters.__cause__ = asyncpg.NotNullViolationError("it said so")
+        adapters.__cause__ = asyncpg.CheckViolationError("it said so")
         assert classify(wrapped(adapters, sqlalchemy.exc.IntegrityError)) is POISON
 
     @pytest.mark.parametrize(
@@ -178,7 +179,8 @@ class TestMySQL:
         [
             *((number, TRANSIENT) for number in (1021, 1040, 1114, 1158, 1159, 1160, 1161, 1203, 1205, 1213, 1290)),
             *((number, TRANSIENT) for number in (1317, 1792, 1836, 2002, 2003, 2006, 2013, 2055, 3024)),
-            *((number, POISON) for number in (1048, 1264, 1366, 1406, 3819, 4025)),
+            *((number, POISON) for number in (1264, 1366, 1406, 3819, 4025)),
+            *((number, UNKNOWN) for number in (1048, 1364)),
             *((number, UNKNOWN) for number in (1054, 1062, 1146, 1305, 1451, 1452, 1064)),
         ],
     )
@@ -218,7 +220,7 @@ class TestSQLite:
             (sqlite3.OperationalError, "database or disk is full", "SQLITE_FULL", TRANSIENT),
             (sqlite3.OperationalError, "disk I/O error", "SQLITE_IOERR_WRITE", TRANSIENT),
             (sqlite3.OperationalError, "unable to open database file", "SQLITE_CANTOPEN", TRANSIENT),
-            (sqlite3.IntegrityError, "NOT NULL constraint failed: o.a", "SQLITE_CONSTRAINT_NOTNULL", POISON),
+            (sqlite3.IntegrityError, "NOT NULL constraint failed: o.a", "SQLITE_CONSTRAINT_NOTNULL", UNKNOWN),
             (sqlite3.IntegrityError, "CHECK constraint failed: positive", "SQLITE_CONSTRAINT_CHECK", POISON),
             (sqlite3.IntegrityError, "UNIQUE constraint failed: o.a", "SQLITE_CONSTRAINT_UNIQUE", UNKNOWN),
             (sqlite3.IntegrityError, "FOREIGN KEY constraint failed", "SQLITE_CONSTRAINT_FOREIGNKEY", UNKNOWN),

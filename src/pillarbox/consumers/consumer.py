@@ -61,6 +61,8 @@ class Terms:
 
     retry: RetryPolicy = RETRY
     """How long a key waits after a failure. There is no last attempt."""
+    timeout: float = 300.0
+    """Seconds that a transaction may take, its handlers included: a connection may be dead and not say so."""
     patience: float = 300.0
     """Seconds after which an error that nobody knows makes a letter, and any other an alarm."""
     retention: timedelta = timedelta(days=30)
@@ -108,6 +110,7 @@ class Consumer:
             report=self._report,
             identify=self.identify,
             retry=terms.retry,
+            timeout=terms.timeout,
             patience=terms.patience,
             dead_letters=DeadLetterRoute.of(name, source, home),
         )
@@ -354,7 +357,9 @@ class Consumer:
             self._told = tally
 
     def _prune(self, connection: Connection) -> int:
-        return self._inbox.prune(connection, self.identify(connection), self.terms.retention, PRUNED_AT_ONCE)
+        number = self.identify(connection)
+        self._letters.prune(connection, self.name, self.terms.retention, PRUNED_AT_ONCE)
+        return self._inbox.prune(connection, number, self.terms.retention, PRUNED_AT_ONCE)
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
         """Seconds since the oldest event at hand occurred."""

@@ -31,7 +31,7 @@ class Failure(StrEnum):
 SQLSTATES: Mapping[str, Failure] = {
     "08": Failure.TRANSIENT,  # the connection
     "22": Failure.POISON,  # data: too long, out of range, not a number
-    "23502": Failure.POISON,  # NOT NULL
+    "2200H": Failure.UNKNOWN,  # a sequence is used up, for all messages alike
     "23514": Failure.POISON,  # CHECK
     "25006": Failure.TRANSIENT,  # read-only: a fail-over left us at a replica
     "25P03": Failure.TRANSIENT,  # idle in its transaction for too long
@@ -44,7 +44,7 @@ SQLSTATES: Mapping[str, Failure] = {
     "58": Failure.TRANSIENT,  # the operating system
 }
 """PostgreSQL, by class or by code; the code goes first. Not here are 23505, 23503 and 23P01, which a race or a missing
-predecessor may have caused, and class 42: a migration may be late.
+predecessor may have caused, and class 42 and 23502 (NOT NULL): a migration may be late, or early.
 """
 
 MYSQL_NUMBERS: Mapping[int, Failure] = {
@@ -78,19 +78,17 @@ MYSQL_NUMBERS: Mapping[int, Failure] = {
     3024: Failure.TRANSIENT,  # max_execution_time (MySQL)
     3572: Failure.TRANSIENT,  # NOWAIT, and it is locked
     4031: Failure.TRANSIENT,  # idle for too long (MySQL)
-    1048: Failure.POISON,  # NOT NULL
     1264: Failure.POISON,  # out of range
     1265: Failure.POISON,  # truncated
     1292: Failure.POISON,  # not a date, not a number
-    1364: Failure.POISON,  # NOT NULL without a default
     1366: Failure.POISON,  # not of the column's type or character set
     1406: Failure.POISON,  # too long
     1690: Failure.POISON,  # out of range, in an expression
     3819: Failure.POISON,  # CHECK (MySQL)
     4025: Failure.POISON,  # CHECK (MariaDB)
 }
-"""MySQL and MariaDB. Not here are 1062, 1451 and 1452, which a race or a missing predecessor may have caused, and 1054
-and 1146: a migration may be late.
+"""MySQL and MariaDB. Not here are 1062, 1451 and 1452, which a race or a missing predecessor may have caused, and 1054,
+1146, 1048 and 1364 (NOT NULL): a migration may be late, or early.
 """
 
 SQLITE_NAMES: Mapping[str, Failure] = {
@@ -103,7 +101,6 @@ SQLITE_NAMES: Mapping[str, Failure] = {
     "SQLITE_PROTOCOL": Failure.TRANSIENT,
     "SQLITE_CONSTRAINT_CHECK": Failure.POISON,
     "SQLITE_CONSTRAINT_DATATYPE": Failure.POISON,
-    "SQLITE_CONSTRAINT_NOTNULL": Failure.POISON,
     "SQLITE_MISMATCH": Failure.POISON,
     "SQLITE_TOOBIG": Failure.POISON,
 }
@@ -117,7 +114,6 @@ SQLITE_TEXTS: Mapping[str, Failure] = {
     "disk I/O error": Failure.TRANSIENT,
     "unable to open database file": Failure.TRANSIENT,
     "CHECK constraint failed": Failure.POISON,
-    "NOT NULL constraint failed": Failure.POISON,
 }
 """SQLite, for builds of its module that do not give the name."""
 
@@ -131,9 +127,7 @@ GRPC_CODES: Mapping[str, Failure] = {
 CLASSES: Mapping[str, Failure] = {
     "pillarbox.errors.Reject": Failure.BUSINESS,
     "pillarbox.errors.Poison": Failure.POISON,
-    "pillarbox.errors.EventError": Failure.POISON,
-    "pillarbox.errors.UnregisteredEventError": Failure.UNKNOWN,  # of an event that the handler publishes
-    "pillarbox.errors.DuplicateEventError": Failure.UNKNOWN,  # of an event that the handler publishes; may be a race
+    "pillarbox.errors.EventError": Failure.UNKNOWN,  # of an event that the handler publishes
     "pillarbox.errors.ConcurrencyError": Failure.TRANSIENT,
     "pillarbox.errors.CommitOutcomeUnknown": Failure.TRANSIENT,
     "pillarbox.errors.LeaseLostError": Failure.TRANSIENT,

@@ -134,7 +134,9 @@ class SubscriptionIntake:
         self._stopping = False
         while not self._stopping:
             try:
-                subscription = await self._subscriber.subscribe(self._topics, self._group)
+                subscription = await self._subscribe()
+                if subscription is None:
+                    return
                 if attempt:
                     self._report.back()
                 attempt = 0
@@ -149,6 +151,24 @@ class SubscriptionIntake:
         self._stopping = False
         self._failures.clear()
         await self._serve(await self._subscriber.subscribe(self._topics, self._group), idle)
+
+    async def _subscribe(self) -> Subscription | None:
+        """Join the group. None if we are told to stop meanwhile: a broker may take long to answer."""
+        self._change.clear()
+        joining = asyncio.ensure_future(self._subscriber.subscribe(self._topics, self._group))
+        stopping = asyncio.ensure_future(self._until_stopped())
+        try:
+            await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return joining.result() if joining.done() else None
+        finally:
+            stopping.cancel()
+            if not joining.done():
+                joining.cancel()
+
+    async def _until_stopped(self) -> None:
+        while not self._stopping:
+            await self._change.wait()
+            self._change.clear()
 
     async def _pause(self, seconds: float) -> None:
         self._change.clear()
@@ -221,6 +241,8 @@ class SubscriptionIntake:
                 await subscription.ack([work.received for work in dealt.settled])
             except OSError as error:  # they come again, and the inbox knows them
                 logger.debug("consumer %s: not acknowledged: %s", self._group, error)
+        for work in dealt.settled:
+            self._failures.pop(work.line, None)
         for line in desk.done(works, dealt.left):
             self._failures[line] += 1
             asyncio.get_running_loop().call_later(dealt.delays.get(line, 0.0), self._wake, desk, line)

@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..context import caused_by
-from ..errors import ConfigurationError, EventError, UnknownEventError
+from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
 from ..inbox import Admission, Arrival, Inbox, Letter, LetterFilter, LetterKind, Letters, LetterState, digest_of
 from ..outbox import Delivery
 from ..redaction import redacted
@@ -85,6 +85,7 @@ class Processor:
         report: ConsumerReport,
         identify: Callable[[Connection], int],
         retry: RetryPolicy,
+        timeout: float,
         patience: float,
         dead_letters: DeadLetterRoute | None,
     ) -> None:
@@ -96,6 +97,7 @@ class Processor:
         self._letters = letters
         self._report = report
         self._retry = retry
+        self._timeout = timeout
         self._patience = patience
         self._identify = identify
         self._dead_letters = dead_letters
@@ -144,8 +146,10 @@ class Processor:
         alone = caused_by(opened[0].work.message.headers) if len(opened) == 1 else nullcontext()
         with alone:  # what COMMIT itself brings about is caused by the message, too
             new, admissions = await self._commit(tenant, opened)
-        self._succeeded_at = clock.current().monotonic()
-        self._report.handled(new, len(opened) - len(new), self._succeeded_at - began)
+        ended = clock.current().monotonic()
+        if new:  # a duplicate shows nothing of handlers
+            self._succeeded_at = ended
+        self._report.handled(new, len(opened) - len(new), ended - began)
         self._report.left_out(self._effects.left_out())
         if altered := [found for found, it in zip(opened, admissions, strict=True) if it is Admission.ALTERED]:
             await self._park([found.quarantined() for found in altered])
@@ -154,10 +158,10 @@ class Processor:
         self, tenant: str | None, opened: Sequence[_Readable]
     ) -> tuple[Sequence[Incoming], Sequence[Admission]]:
         """The row of the inbox first, then the effect: one is there if and only if the other is."""
-        async with self._home.unit_of_work(tenant=tenant, new_transaction=True) as uow:
+        async with self._home.unit_of_work(tenant=tenant, timeout=self._timeout, new_transaction=True) as uow:
             admissions = await self._home.within(uow, self._admit, tenant, [found.arrival for found in opened])
             new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
-            with self._report.processing(new):
+            with self._report.processing(new), uow.sealed():
                 await self._effects.apply(uow, new)
         return new, admissions
 
@@ -177,10 +181,7 @@ class Processor:
             return _Unfit(work, arrival_of(message), LetterKind.POISON, str(error))
         if incoming is None:
             return None
-        context = incoming.context
-        return _Readable(
-            work, Arrival(_known_as(context.event_id), context.schema_version, digest_of(message.body)), incoming
-        )
+        return _Readable(work, arrival_in(incoming), incoming)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +200,9 @@ class Processor:
             reason = f"given up after {trouble.attempts} attempts in {self._patience:g} s: {reason}"
         if kind is not None:
             try:
-                await self._park([_Unfit(work, arrival_of(work.message), kind, reason)])
+                opened = self._open(work)  # by the name under which it would be known if it had taken effect
+                arrival = arrival_of(work.message) if opened is None else opened.arrival
+                await self._park([_Unfit(work, arrival, kind, reason)])
             except Exception as problem:  # the letter cannot be written now: so the message is kept
                 reason = f"{type(problem).__name__}: {problem}"
             else:
@@ -259,10 +262,10 @@ class Processor:
             theirs = [found for found in unfit if found.tenant == tenant]
             admissions = self._inbox.admit(connection, number, tenant, [found.arrival for found in theirs])
             new = [found for found, it in zip(theirs, admissions, strict=True) if it is Admission.NEW]
-            letters += [
-                letter_about(self._name, it.work.message, it.kind, it.reason, self._attempts(it.work) or 1)
-                for it in new
-            ]
+            altered = [found.renamed() for found, it in zip(theirs, admissions, strict=True) if it is Admission.ALTERED]
+            again = self._inbox.admit(connection, number, tenant, [found.arrival for found in altered])
+            new += [found for found, it in zip(altered, again, strict=True) if it is Admission.NEW]
+            letters += [found.letter(self._name, self._attempts(found.work)) for found in new]
         if not letters:
             return [], [], None
         self._letters.write(connection, letters)
@@ -281,13 +284,17 @@ class Processor:
         if not found:
             return False
         letter = found[0]
+        if letter.kind is LetterKind.HELD:
+            raise StoreError(f"letter {letter_id} waits for events before it, and is applied when they have come")
         try:
-            async with self._home.unit_of_work(tenant=letter.tenant, new_transaction=True) as uow:
+            async with self._home.unit_of_work(
+                tenant=letter.tenant, timeout=self._timeout, new_transaction=True
+            ) as uow:
                 taken = await self._home.within(uow, self._take, letter_id)
                 if taken is None:
                     return False
                 incoming = self._read_letter(taken)
-                with self._report.processing([incoming]):
+                with self._report.processing([incoming]), uow.sealed():
                     await self._effects.apply(uow, [incoming])
                 await self._home.within(uow, self._letters.close, letter_id, LetterState.REDRIVEN)
         except Exception as error:
@@ -316,13 +323,10 @@ class _Readable(NamedTuple):
     incoming: Incoming
 
     def quarantined(self) -> _Unfit:
-        """It says something else than the message of the same name. Its own name comes from what it says, so that this
-        is told once.
-        """
+        """It says something else than the message of the same name."""
         known = self.arrival
         reason = f"event {known.event_id} was seen before in version {known.schema_version}, with another body"
-        arrival = Arrival(_name(known.event_id.bytes, known.digest), known.schema_version, known.digest)
-        return _Unfit(self.work, arrival, LetterKind.ALTERED, reason)
+        return _Unfit(self.work, _by_content(known), LetterKind.ALTERED, reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -339,8 +343,19 @@ class _Unfit:
         """Whose it is."""
         return _tenant_of(self.work.message)
 
+    def letter(self, consumer: str, attempts: int) -> Letter:
+        """What is to be kept of it."""
+        message = self.work.message
+        return letter_about(consumer, message, self.kind, self.reason, arrival=self.arrival, attempts=attempts)
 
-def letter_about(consumer: str, message: Message, kind: LetterKind, reason: str, attempts: int = 1) -> Letter:
+    def renamed(self) -> _Unfit:
+        """The same, if another message has had its name."""
+        return _Unfit(self.work, _by_content(self.arrival), self.kind, self.reason)
+
+
+def letter_about(
+    consumer: str, message: Message, kind: LetterKind, reason: str, *, arrival: Arrival, attempts: int = 0
+) -> Letter:
     """A letter that every database takes, whatever strangers have written into the message."""
     headers = message.headers
     topic, key = _fitting(message.topic, MAX_TOPIC), _fitting(message.key, MAX_KEY_BYTES)
@@ -349,11 +364,11 @@ def letter_about(consumer: str, message: Message, kind: LetterKind, reason: str,
         kind=kind,
         reason=redacted(reason),
         message=Message(topic, key, message.body, headers),
-        event_id=_event_id(headers),
+        event_id=_event_id(headers) or (None if arrival.event_id == _identity(message)[1] else arrival.event_id),
         event_type=_fitting(headers.get("event_type", ""), _MAX_NAME),
-        schema_version=_schema_version(message),
+        schema_version=arrival.schema_version,
         tenant=_tenant_of(message),
-        attempts=attempts,
+        attempts=max(1, attempts),
     )
 
 
@@ -382,9 +397,21 @@ def _identity(message: Message) -> tuple[str | None, UUID]:
     return headers.get("tenant_id"), event_id
 
 
+def arrival_in(incoming: Incoming) -> Arrival:
+    """An event that was read, as the inbox knows it. Some codecs keep its id in the body."""
+    context = incoming.context
+    return Arrival(_known_as(context.event_id), context.schema_version, digest_of(context.message.body))
+
+
 def arrival_of(message: Message) -> Arrival:
-    """A message as the inbox knows it, whether it can be read or not."""
+    """A message that cannot be read, as the inbox knows it."""
     return Arrival(_identity(message)[1], _schema_version(message), digest_of(message.body))
+
+
+def _by_content(arrival: Arrival) -> Arrival:
+    """Named by what it says, too, so that each of several messages with one name is told of once."""
+    name = _name(arrival.event_id.bytes, arrival.digest)
+    return Arrival(name, arrival.schema_version, arrival.digest)
 
 
 def _event_id(headers: Mapping[str, str]) -> UUID | None:

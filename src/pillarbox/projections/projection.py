@@ -223,7 +223,7 @@ class Projection:
     def _apply(self, session: Session, told: Sequence[_Told]) -> None:
         tenant = self._tenant_of(session, told)
         connection, tally = session.connection(), Tally()
-        rows = self._blind_rows(told)
+        rows = None if self._writer.must_look(connection) else self._blind_rows(told)
         if rows is None:
             changes = [change for one in told for change in one.changes]
             rows = {change.key: RowState(self._shape, change.key) for change in changes}
@@ -312,7 +312,7 @@ class Projection:
             return True
         if change.act is Act.ADVANCE and not (self.contiguous or row.is_changed or row.stored):
             return False  # there is no row whose version could move on
-        if one.position <= row.position:
+        if one.position <= row.position and (row.stored is not None or row.is_changed):
             tally.stale += 1
             return False
         if one.position != row.successor:

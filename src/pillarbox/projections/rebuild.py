@@ -35,7 +35,7 @@ from .. import clock
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming
 from ..consumers.home import Home
-from ..consumers.processing import arrival_of, letter_about
+from ..consumers.processing import arrival_in, arrival_of, letter_about
 from ..consumers.reading import Reader
 from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
 from ..inbox import Admission, Arrival, Inbox, LetterKind, Letters, LetterState, consumer_id
@@ -61,6 +61,8 @@ MAX_ROUNDS = 20
 QUIET = 3.0
 """Seconds after which a broker that brings nothing has nothing more."""
 CLEARED_AT_ONCE = 5_000
+LEFT_OUT = -1
+"""What stands in the inbox in place of the schema version of events that count as dealt with, and were not applied."""
 RETRY = RetryPolicy(base=0.1, cap=2.0, attempts=60)
 
 Place = tuple[str | None, UUID]
@@ -175,6 +177,7 @@ class Rebuild:
         self._projection: Projection
         self._reader: Reader
         self._old = self._new = 0
+        self._incomplete = False
 
     async def run(self, source: From, *, incomplete: bool) -> Rebuilt:
         """Do it."""
@@ -302,8 +305,8 @@ class Rebuild:
         began = await self._in_transaction(lambda it: it.scalar(select(from_now())))
         await self._tell(Stage.REPLAYING)
         await self._apply_all(past, Stage.REPLAYING)
-        if not incomplete:
-            await self._check_complete(began)
+        self._incomplete = incomplete
+        await self._check_complete(began)
         for _ in range(MAX_ROUNDS):
             self._rounds += 1
             await self._tell(Stage.CATCHING_UP)
@@ -315,8 +318,8 @@ class Rebuild:
         """Apply all that is there now; how much that was."""
         self._amended = await self._in_transaction(_amended, self._name)
         for place, body in self._amended.items():
-            if body is not None and place in self._left_out and self._left_out[place].message.body != body:
-                del self._left_out[place]  # somebody has mended it since
+            if body is not None and place in self._left_out:
+                del self._left_out[place]  # somebody has redriven it since: so it can be applied
         count = 0
         async with aclosing(past.pages()) as pages:
             async for page in pages:
@@ -354,7 +357,10 @@ class Rebuild:
             kind = LetterKind.UNKNOWN if isinstance(error, UnknownEventError) else LetterKind.POISON
             self._leave_out(message, arrival, kind, str(error))
             return None
-        return None if incoming is None else _Opened(message, arrival, incoming)
+        if incoming is None:
+            return None
+        known = arrival_in(incoming)  # but for the body, which somebody may have edited: it comes as it was
+        return _Opened(message, Arrival(known.event_id, known.schema_version, arrival.digest), incoming)
 
     def _leave_out(self, message: Message, arrival: Arrival, kind: LetterKind, reason: str) -> None:
         left = _LeftOut(message, arrival, kind, reason)
@@ -401,7 +407,9 @@ class Rebuild:
         return self._inbox.admit(Session.connection(session), number, tenant, arrivals)
 
     async def _check_complete(self, began: Any) -> None:
-        """The new table must not lack what the old one has, as far as the inbox remembers."""
+        """The new table must not lack what the old one has had before that, as far as the inbox remembers."""
+        if self._incomplete:
+            return
         lacking = await self._in_transaction(self._lacking, began)
         if lacking:
             raise StoreError(
@@ -416,7 +424,9 @@ class Rebuild:
         number = consumer_id(self._name, self._new)
         found = exists().where(new.c.consumer == number, new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id)
         told = exists().where(letters_table.c.consumer == self._name, letters_table.c.event_id == old.c.event_id)
-        these = old.c.consumer == consumer_id(self._name, self._old), old.c.at < began
+        these = [old.c.consumer == consumer_id(self._name, self._old)]
+        if began is not None:
+            these.append(old.c.at < began)
         # Letters about what cannot be named stand in the inbox under names that only the live one knows.
         nameless = connection.scalar(
             select(func.count())
@@ -440,6 +450,7 @@ class Rebuild:
         await self._persist(lambda: self._in_transaction(stored.set_generation, self._name, -self._new))
         await self._tell(Stage.SWAPPING)
         await self._apply_all(past, None)
+        await self._check_complete(None)
         await self._in_transaction(self._settle_left_out)
         if self._shadow.is_transactional:
             await self._persist(lambda: self._in_transaction(self._exchange))
@@ -456,6 +467,7 @@ class Rebuild:
             await connection.run_sync(stored.set_generation, self._name, self._new)
             await self._tell(Stage.SWAPPING)
             await self._apply_all(past, None)
+            await self._check_complete(None)  # a broker may have been slow to bring what the live one has had
             await connection.run_sync(self._settle_left_out)
             await connection.run_sync(self._exchange)
             await self._tell(Stage.SWAPPED)
@@ -486,6 +498,7 @@ class Rebuild:
         )
         # Who redrives them would apply them twice.
         applied = exists().where(
+            inbox_table.c.schema_version >= 0,
             inbox_table.c.consumer == consumer_id(self._name, self._new),
             inbox_table.c.event_id == letters_table.c.event_id,
             inbox_table.c.tenant == func.coalesce(letters_table.c.tenant, _NOBODY),
@@ -493,12 +506,7 @@ class Rebuild:
         still_open = letters_table.c.consumer == self._name, letters_table.c.state == LetterState.OPEN
         curable = letters_table.c.kind.not_in([LetterKind.HELD, LetterKind.ALTERED])
         closed = {"state": LetterState.REDRIVEN, "updated_at": from_now()}
-        unsettled = [it.arrival.event_id for it in self._left_out.values()]
-        connection.execute(
-            update(letters_table)
-            .where(*still_open, curable, applied, letters_table.c.event_id.not_in(unsettled))
-            .values(closed)
-        )
+        connection.execute(update(letters_table).where(*still_open, curable, applied).values(closed))
         stored.set_generation(connection, self._name, self._new)
 
     def _settle_left_out(self, connection: Connection) -> None:
@@ -509,10 +517,11 @@ class Rebuild:
             here = inbox_table.c.tenant == (tenant or ""), inbox_table.c.event_id == event_id
             old = inbox_table.c.consumer == consumer_id(self._name, self._old)
             if connection.scalar(select(func.count()).where(old, *here)):
-                self._inbox.admit(connection, consumer_id(self._name, self._new), tenant, [left.arrival])
+                marked = Arrival(event_id, LEFT_OUT, left.arrival.digest)
+                self._inbox.admit(connection, consumer_id(self._name, self._new), tenant, [marked])
                 letter = letters_table.c.consumer == self._name, letters_table.c.event_id == event_id
                 if not connection.scalar(select(func.count()).where(*letter)):
-                    told = letter_about(self._name, left.message, left.kind, left.reason)
+                    told = letter_about(self._name, left.message, left.kind, left.reason, arrival=left.arrival)
                     self._letters.write(connection, [told])
 
 
@@ -529,17 +538,17 @@ def _own_engine(engine: AsyncEngine) -> AsyncEngine:
 
 
 def _amended(connection: Connection, name: str) -> dict[Place, bytes | None]:
-    """What people have decided about events: another body, which has had its effect, or None."""
+    """What people have decided about events: the body that has had its effect, or None."""
     table = letters_table
-    decided = or_(
-        table.c.state == LetterState.DISCARDED, (table.c.state == LetterState.REDRIVEN) & table.c.edited.is_not(None)
-    )
     rows = connection.execute(
-        select(table.c.tenant, table.c.event_id, table.c.state, table.c.edited)
-        .where(table.c.consumer == name, table.c.kind != LetterKind.ALTERED, table.c.event_id.is_not(None), decided)
+        select(
+            table.c.tenant, table.c.event_id, table.c.state, func.coalesce(table.c.edited, table.c.body).label("used")
+        )
+        .where(table.c.consumer == name, table.c.event_id.is_not(None), table.c.state != LetterState.OPEN)
+        .where(table.c.kind.not_in([LetterKind.ALTERED, LetterKind.HELD]))
         .order_by(table.c.id)
     )
-    return {(row.tenant, row.event_id): None if row.state == LetterState.DISCARDED else row.edited for row in rows}
+    return {(row.tenant, row.event_id): None if row.state == LetterState.DISCARDED else row.used for row in rows}
 
 
 def _drop_held(connection: Connection, consumer: str) -> None:

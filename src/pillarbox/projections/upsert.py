@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ARRAY, Connection, Dialect, String, Table, bindparam, select, text, tuple_
+from sqlalchemy import ARRAY, Connection, Dialect, String, Table, UniqueConstraint, bindparam, select, text, tuple_
 from sqlalchemy import Enum as EnumType
 from sqlalchemy.exc import IntegrityError
 
@@ -70,9 +70,17 @@ class Writer:
         self._often_same = (*((shape.tenant,) if shape.tenant else ()), INDEX, COUNT, DELETED, AT)
         whole = [_Plan(kind, shape.columns, shape.columns) for kind in (_Kind.NEW, _Kind.NEXT, _Kind.SAME)]
         self._new, self._next, self._same = whole
+        indexes = any(index.unique for index in table.indexes)
+        self._has_other_keys = indexes or any(isinstance(it, UniqueConstraint) for it in table.constraints)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._statements: dict[tuple[str, _Plan, tuple[str, ...]], _Statement] = {}
         self._selects: dict[tuple[str, bool], _Select] = {}
+
+    def must_look(self, connection: Connection) -> bool:
+        """Whether rows must be read before they are written: MySQL's upsert takes any unique index for the key, and
+        would write into a row of somebody else.
+        """
+        return connection.dialect.name in ("mysql", "mariadb") and self._has_other_keys
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

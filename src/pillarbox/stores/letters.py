@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
 from ..inbox import Letter, LetterFilter, LetterKind, LetterState
 from ..redaction import redacted
@@ -53,6 +54,14 @@ class SqlLetters:
 
     def edit(self, connection: Connection, letter_id: int, body: bytes) -> bool:
         return _change(connection, letter_id, {"edited": body, "updated_at": from_now()})
+
+    def prune(self, connection: Connection, consumer: str, older_than: timedelta, limit: int) -> int:
+        closed = letters.c.consumer == consumer, letters.c.state != LetterState.OPEN
+        old = letters.c.updated_at < from_now(-older_than.total_seconds())
+        found = connection.scalars(select(letters.c.id).where(*closed, old).order_by(letters.c.id).limit(limit)).all()
+        if found:
+            connection.execute(delete(letters).where(letters.c.id.in_(found)))
+        return len(found)
 
 
 def _insert(connection: Connection, letter: Letter) -> int:

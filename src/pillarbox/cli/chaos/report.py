@@ -9,12 +9,14 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 
+from ...stores.tables import letters
 from ..demo.ledger import Balance, Entry, compare
 from ..demo.sink import Arrival
 from ..demo.stage import percentile
 from .faults import SERVERS, Fault
-from .shop import TOPIC
+from .shop import TOPIC, ThingRow, counters, effects, ledger
 from .writer import Ending, Written
 
 FELT = 0.5
@@ -37,6 +39,24 @@ def read_topic(url: str) -> list[Arrival]:
         return found
     finally:
         client.close()
+
+
+def read_effects(connection: sa.Connection) -> dict[str, int]:
+    """What is wrong with what consumers have made of the events."""
+    noted = sa.select(effects.c.event_id, sa.func.count().label("times")).group_by(effects.c.event_id).subquery()
+    both = ledger.outerjoin(noted, noted.c.event_id == ledger.c.event_id)
+    ghosts = noted.outerjoin(ledger, noted.c.event_id == ledger.c.event_id)
+    things = counters.outerjoin(ThingRow.__table__, ThingRow.key == counters.c.key)
+    wrong = {
+        "effects_missing": sa.select(sa.func.count()).select_from(both).where(noted.c.times.is_(None)),
+        "effects_doubled": sa.select(sa.func.count()).select_from(noted).where(noted.c.times > 1),
+        "effects_invented": sa.select(sa.func.count()).select_from(ghosts).where(ledger.c.event_id.is_(None)),
+        "projection_differences": sa.select(sa.func.count())
+        .select_from(things)
+        .where(sa.func.coalesce(ThingRow.number, 0) != counters.c.number),
+        "letters": sa.select(sa.func.count()).select_from(letters),
+    }
+    return {name: connection.scalar(statement) or 0 for name, statement in wrong.items()}
 
 
 class Verdict(msgspec.Struct):

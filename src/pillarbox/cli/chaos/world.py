@@ -1,4 +1,4 @@
-"""The world of the chaos: servers, relays and writers as processes, and a link between each process and each server.
+"""The world of the chaos: servers, relays, consumers and writers as processes, and links between them and the servers.
 
 The links live here, in the process that breaks them. What a process says or how it ended is noticed here, too: a relay
 that ended by itself is started again, as its supervisor would.
@@ -31,10 +31,11 @@ from ..demo.child import Child
 from ..demo.processes import Slot, State
 from ..output import CommandError
 from .servers import Database, free_port, pulsar_cluster
-from .shop import TOPIC, WRITERS, counters, keys, metadata, route
+from .shop import TOPIC, WRITERS, ThingRow, counters, effects, keys, ledger, metadata, route
 from .writer import Written
 
 RELAYS = "abcd"
+CONSUMERS = "yz"
 LEASE = 2.0
 TRANSACTIONS_PER_SECOND = 20.0
 """Of each writer."""
@@ -81,9 +82,11 @@ class World:
         self.database = Database(folder, replicated=replicated)
         self.trap = CommitTrap()
         self.slots: list[Slot] = []
+        """The relays."""
+        self.consumers: list[Slot] = []
         self.written: list[Written] = []
         self.database_links: dict[str, Link] = {}
-        """By the letter of a relay, or the number of a writer."""
+        """By the letter of a relay or consumer, or the number of a writer."""
         self.broker_links: dict[str, Link] = {}
         self.broker_state = State.RUNNING
         self.peak_memory = 0
@@ -117,13 +120,15 @@ class World:
             group.create_task(asyncio.to_thread(self.cluster.start))
             group.create_task(self.database.start())
         await self._prepare()
-        for name in [*RELAYS, *map(str, range(WRITERS))]:
+        for name in [*RELAYS, *CONSUMERS, *map(str, range(WRITERS))]:
             link = Link(str(self.database.primary.socket), watch=self.trap)
             self.database_links[name] = await self._exits.enter_async_context(link)
         self._exits.push_async_callback(self._end)
         for letter in RELAYS:
             self.slots.append(Slot(letter, *await self._start_relay(letter)))
-        await asyncio.gather(*(slot.child.answer() for slot in self.slots))
+        for letter in CONSUMERS:
+            self.consumers.append(Slot(letter, *await self._start_consumer(letter)))
+        await asyncio.gather(*(slot.child.answer() for slot in self.processes))
 
     async def _prepare(self) -> None:
         """The tables, the route and its lanes."""
@@ -161,14 +166,20 @@ class World:
 
     # -- relays --------------------------------------------------------------------------------------------------------
 
+    @property
+    def processes(self) -> list[Slot]:
+        """Relays and consumers."""
+        return [*self.slots, *self.consumers]
+
     async def replace(self, slot: Slot) -> None:
-        """Start another relay in the place of one that has ended."""
-        slot.name, slot.child = await self._start_relay(slot.letter)
+        """Start another one in the place of one that has ended."""
+        start = self._start_relay if slot in self.slots else self._start_consumer
+        slot.name, slot.child = await start(slot.letter)
         slot.state = State.RUNNING
 
-    async def look_after_relays(self) -> None:
+    async def look_after_them(self) -> None:
         """Start those again that have ended by themselves, and see how large they are."""
-        for slot in self.slots:
+        for slot in self.processes:
             if slot.state is not State.RUNNING:
                 continue
             self.peak_memory = max(self.peak_memory, _memory(slot.child.pid))
@@ -181,6 +192,15 @@ class World:
     async def stop_relays(self) -> None:
         """Let them release their lanes and end."""
         await asyncio.gather(*(slot.child.stop() for slot in self.slots))
+
+    async def stop_consumers(self) -> None:
+        """Let them finish and end."""
+        await asyncio.gather(*(slot.child.stop() for slot in self.consumers))
+
+    async def _start_consumer(self, letter: str) -> tuple[str, Child]:
+        name = f"{letter}{next(self._names)}"
+        told = {"name": name, "url": self._url(letter), "pulsar": self.cluster.url, "timeout": 3 * LEASE}
+        return name, await self._child("consumer", **told)
 
     async def _start_relay(self, letter: str) -> tuple[str, Child]:
         name = f"{letter}{next(self._names)}"
@@ -202,7 +222,7 @@ class World:
         return f"postgresql+asyncpg://postgres@{HOST}:{self.database_links[name].port}/{self.database.primary.database}"
 
     async def _end(self) -> None:
-        await asyncio.gather(*(child.kill() for child in [*self._writers, *(slot.child for slot in self.slots)]))
+        await asyncio.gather(*(child.kill() for child in [*self._writers, *(slot.child for slot in self.processes)]))
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +304,26 @@ class World:
                 return True
             if waiting != before:
                 deadline, before = _later(), waiting
-            await self.look_after_relays()
+            await self.look_after_them()
+            await asyncio.sleep(_PAUSE)
+        return False
+
+    async def consumed(self) -> bool:
+        """Wait until all that was sent has taken effect, at least; False if that does not come about."""
+        deadline, before = _later(), -1
+        statement = sa.select(
+            sa.select(sa.func.count()).select_from(ledger).scalar_subquery(),
+            sa.select(sa.func.count()).select_from(effects).scalar_subquery(),
+            sa.select(sa.func.coalesce(sa.func.sum(ThingRow.number), 0)).scalar_subquery(),
+        )
+        while asyncio.get_running_loop().time() < deadline:
+            async with self.database.engine.connect() as connection:
+                events, noted, counted = (await connection.execute(statement)).one()
+            if min(noted, counted) >= events:
+                return True
+            if noted + counted != before:
+                deadline, before = _later(), noted + counted
+            await self.look_after_them()
             await asyncio.sleep(_PAUSE)
         return False
 

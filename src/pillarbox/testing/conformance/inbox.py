@@ -437,6 +437,17 @@ class LettersContract:
             found = await world.letter(one)
             assert (found.body, found.edited, found.message.body) == (body, body, bytes(range(256)))
 
+    async def test_h81_closed_letters_are_pruned_and_open_ones_kept(self, world: World) -> None:
+        closed, still_open, others = await world.write(letter(consumer="pruned"), letter(consumer="pruned"), letter())
+        async with world.transaction() as run:
+            for number in (closed, others):
+                assert await run(world.letters.close, number, LetterState.DISCARDED)
+        for older_than, gone in ((timedelta(days=1), 0), (timedelta(days=-1), 1)):
+            async with world.transaction() as run:
+                assert await run(world.letters.prune, "pruned", older_than, 10) == gone
+        kept = await world.find(LetterFilter(ids=(closed, still_open, others), states=()))
+        assert [each.id for each in kept] == [still_open, others]
+
     async def test_h89_of_two_who_take_a_letter_one_gets_it(self, world: World) -> None:
         world.needs_transactions()
         [one] = await world.write(letter())

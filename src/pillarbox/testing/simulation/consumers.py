@@ -357,6 +357,7 @@ class ConsumerWorld:
             report=report,
             identify=lambda _connection: consumer_id(NAME),
             retry=self._retry,
+            timeout=PATIENCE,
             patience=GIVING_UP,
             dead_letters=DeadLetterRoute.of(NAME, SOURCE, home.as_home),
         )
