@@ -1,0 +1,142 @@
+"""Projections as consumers: what they hold, what strangers send, and what a second unique key does to MySQL."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import String, select
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pillarbox import Change, IntegrationEvent, Message, Pillarbox, Projection, ProjectionRow, TenantScoped, on
+from pillarbox.consumers.consumer import Consumer
+from pillarbox.errors import StoreError
+from pillarbox.inbox import LetterKind
+from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
+
+TOPIC = "shelves"
+
+
+class Shelved(IntegrationEvent, name="test.projection-consumer.shelved"):
+    book: str
+    shelf: str
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class BookRow(ProjectionRow, Base):
+    __tablename__ = "books"
+
+    book: Mapped[str] = mapped_column(String(50), primary_key=True)
+    shelf: Mapped[str] = mapped_column(String(50))
+
+
+class Books(Projection, row=BookRow, contiguous=True, name="books"):
+    @on(Shelved)
+    def shelved(self, event: Shelved) -> Change:
+        return self.put(book=event.book, shelf=event.shelf)
+
+
+class LooseBooks(Projection, row=BookRow, name="loose-books"):
+    @on(Shelved)
+    def shelved(self, event: Shelved) -> Change:
+        return self.put(book=event.book, shelf=event.shelf)
+
+
+class PlaceRow(TenantScoped, ProjectionRow, Base):
+    __tablename__ = "places"
+
+    book: Mapped[str] = mapped_column(String(50), primary_key=True)
+    shelf: Mapped[str] = mapped_column(String(50), unique=True)
+
+
+class Places(Projection, row=PlaceRow, guarded=False):
+    @on(Shelved)
+    def shelved(self, event: Shelved) -> Change:
+        return self.put(book=event.book, shelf=event.shelf)
+
+
+@pytest.fixture
+def broker() -> MemoryTransport:
+    return MemoryTransport()
+
+
+@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+async def box(
+    request: pytest.FixtureRequest, fresh_database: FreshDatabase, broker: MemoryTransport
+) -> AsyncIterator[Pillarbox]:
+    engine = create_async_engine(fresh_database(request.param).url())
+    async with Pillarbox(engine, transports={"broker": broker}, shards=2) as box:
+        await box.migrate()
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        yield box
+    await engine.dispose()
+
+
+async def send(
+    broker: MemoryTransport, book: str, shelf: str, *, version: int | None = None, tenant: str = "acme"
+) -> None:
+    headers = {
+        "event_id": str(uuid4()),
+        "event_type": "test.projection-consumer.shelved",
+        "schema_version": "v1",
+        "occurred_at": "2026-01-01T00:00:00Z",
+        "aggregate_id": book,
+        "tenant_id": tenant,
+    }
+    if version is not None:
+        headers["version"] = str(version)
+    body = f'{{"book": "{book}", "shelf": "{shelf}"}}'.encode()
+    await broker.send("somebody", [Message(TOPIC, book, body, headers)])
+
+
+async def shelves(box: Pillarbox, row: type[BookRow | PlaceRow] = BookRow) -> dict[str, str]:
+    async with box.engine.connect() as connection:
+        found = await connection.execute(select(row.__table__.c.book, row.__table__.c.shelf))
+        return {row.book: row.shelf for row in found}
+
+
+def projection(box: Pillarbox, kind: type[Projection]) -> Consumer:
+    return box.projection(kind, source="broker", topics=[TOPIC], batch=1)
+
+
+async def test_h84_a_held_event_waits_and_nobody_can_hurry_it(box: Pillarbox, broker: MemoryTransport) -> None:
+    books = projection(box, Books)
+    await send(broker, "emma", "new", version=1)
+    await send(broker, "emma", "attic", version=3)
+    await books.drain()
+    assert await shelves(box) == {"emma": "new"}
+    assert [letter async for letter in box.dead_letters()] == []
+    [held] = [letter async for letter in box.dead_letters(kinds=[LetterKind.HELD])]
+    with pytest.raises(StoreError, match="waits for events before it"):
+        await books.redrive(held.id)
+    await send(broker, "emma", "desk", version=2)
+    await books.drain()
+    assert await shelves(box) == {"emma": "attic"}
+    assert [letter async for letter in box.dead_letters(kinds=[LetterKind.HELD])] == []
+
+
+async def test_versions_of_strangers_may_begin_with_zero(box: Pillarbox, broker: MemoryTransport) -> None:
+    books = projection(box, LooseBooks)
+    await send(broker, "emma", "new", version=0)
+    await books.drain()
+    assert await shelves(box) == {"emma": "new"}
+    await send(broker, "emma", "desk", version=1)
+    await send(broker, "emma", "late", version=0)
+    await books.drain()
+    assert await shelves(box) == {"emma": "desk"}
+
+
+async def test_a_second_unique_key_leads_to_nobody_elses_row(box: Pillarbox, broker: MemoryTransport) -> None:
+    places = projection(box, Places)
+    await send(broker, "emma", "window", tenant="acme")
+    await send(broker, "persuasion", "window", tenant="globex")
+    tally = await places.drain()
+    assert tally.handled == 1
+    assert await shelves(box, PlaceRow) == {"emma": "window"}
