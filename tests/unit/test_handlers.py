@@ -111,6 +111,26 @@ async def test_what_happens_inside_is_caused_by_the_message() -> None:
     assert seen == [("acme", True)]
 
 
+async def test_names_of_an_enclosing_function_are_known_by_their_text() -> None:
+    class Nearby(IntegrationEvent, name="test.handlers.nearby"):
+        pass
+
+    async def handle(event: Nearby, uow: UnitOfWork) -> None:
+        seen.append((type(event), uow))
+
+    seen: list[object] = []
+    await called(handle, Nearby(), kinds=(Nearby,))
+    assert seen == [(Nearby, WORK)]
+
+    class Elsewhere:
+        pass
+
+    async def mistaken(event: Elsewhere) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="nothing is known for its parameter 'event'"):
+        Handlers().add([Nearby], mistaken)
+
+
 async def _wants_a_number(event: Rung, number: int) -> None: ...
 async def _wants_no_event(uow: UnitOfWork) -> None: ...
 async def _wants_another(event: Muted) -> None: ...

@@ -86,8 +86,11 @@ def load_box(reference: str) -> Pillarbox:
         raise CommandError(f"{reference}: there is no module {error.name!r}", Exit.USAGE) from error
     except Exception as error:  # whatever a module of the user's may raise
         where = traceback.extract_tb(error.__traceback__)[-1]
+        runs = "asyncio.run()" in str(error)
+        hint = '; let it run only `if __name__ == "__main__":`' if runs else ""
         raise CommandError(
-            f"{reference} cannot be imported: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})",
+            f"{reference} cannot be imported: {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno}){hint}",
             Exit.USAGE,
         ) from error
     if not isinstance(found, Pillarbox):

@@ -134,7 +134,8 @@ class _Case:
     @property
     def start_a_relay(self) -> str:
         program = " module:box" if self.route.destination == BUS else ""
-        return f"start a relay that has {self.needs}: `pillarbox relay{program}`"
+        said = f"start a relay that has {self.needs}: `pillarbox relay{program}`"
+        return f"{said}, or `pillarbox consume{program}` if it is a consumer" if program else said
 
 
 def _case(connection: Connection, delivery: Details) -> _Case | None:

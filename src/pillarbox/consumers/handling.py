@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
@@ -158,7 +159,7 @@ _BY_TYPE: Mapping[type, _Find] = {
 def _wants(handler: Handler, kinds: Sequence[type]) -> Mapping[str, _Find]:
     """What each parameter of a handler gets. The first one that says nothing, or names an event, gets the event."""
     where = getattr(handler, "__qualname__", repr(handler))
-    hints = _hints(handler)
+    hints = _hints(handler, kinds)
     wants: dict[str, _Find] = {}
     has_event = False
     for name, parameter in inspect.signature(handler).parameters.items():
@@ -199,13 +200,15 @@ def _may_be_event(hint: object, kinds: Sequence[type]) -> bool:
     return bool(parts) and all(issubclass(kind, parts) for kind in kinds)
 
 
-def _hints(handler: Handler) -> Mapping[str, object]:
+def _hints(handler: Handler, kinds: Sequence[type]) -> Mapping[str, object]:
     function = handler if inspect.isroutine(handler) else getattr(handler, "__call__", handler)  # noqa: B004
     try:
         return typing.get_type_hints(function)
     except NameError as error:
         # Names of an enclosing function, as in tests, are not to be had: annotations stay texts there.
-        return {name: _BY_NAME.get(str(hint)) for name, hint in _annotations(function, error).items()}
+        known: Mapping[str, object] = {**_BY_NAME, "Any": Any, "object": object, **{it.__name__: Any for it in kinds}}
+        found = _annotations(function, error).items()
+        return {name: known.get(next(iter(_NAMES.findall(str(hint))), ""), _Nothing) for name, hint in found}
 
 
 def _annotations(function: Any, error: NameError) -> Mapping[str, object]:
@@ -215,4 +218,9 @@ def _annotations(function: Any, error: NameError) -> Mapping[str, object]:
     return typing.cast("Mapping[str, object]", found)
 
 
-_BY_NAME = {kind.__name__: kind for kind in _BY_TYPE}
+class _Nothing:
+    """What a name stands for that nobody knows."""
+
+
+_NAMES = re.compile(r"\w+(?=[^\w.]|$)")
+_BY_NAME: Mapping[str, type] = {kind.__name__: kind for kind in _BY_TYPE}

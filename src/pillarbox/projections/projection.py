@@ -243,11 +243,20 @@ class Projection:
     def _told(self, incoming: Incoming, letter: int | None = None) -> _Told:
         event, context = incoming
         said = self._calls[type(event)](self, event, context)
-        changes: Sequence[Change] = (said,) if isinstance(said, Change) else tuple(said or ())
+        changes: Sequence[Change] = (said,) if isinstance(said, Change) else self._several(event, said)
         position = self._position(context)
         if self.contiguous and position is not None:
             changes = self._checked(context, changes)
         return _Told(incoming, changes, position, letter)
+
+    def _several(self, event: object, said: Any) -> Sequence[Change]:
+        changes = tuple(said) if isinstance(said, Iterable) else () if said is None else (said,)
+        if wrong := [each for each in changes if not isinstance(each, Change)]:
+            raise ConfigurationError(
+                f"{type(self).__qualname__}: the handler of {type(event).__qualname__} returns a Change, several, "
+                f"or None; got a {type(wrong[0]).__name__}"
+            )
+        return changes
 
     def _checked(self, context: MessageContext, changes: Sequence[Change]) -> Sequence[Change]:
         """The changes of a contiguous projection: of one row, which in any case sees the event."""
