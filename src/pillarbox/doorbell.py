@@ -110,8 +110,10 @@ class Doorbell:
             self._answer()
         if self._carrying is not None:
             await asyncio.wait([self._carrying], timeout=1.0)
+        if self._stopped is not None:  # told already: to be told twice would disturb it while it closes its connection
+            await asyncio.wait([self._stopped], timeout=1.0)
         for task in (self._carrying, self._listening, self._stopped):
-            if task is not None:
+            if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait([task])
         self._carrying = self._listening = self._stopped = None

@@ -266,3 +266,23 @@ async def test_a_ring_between_the_poll_and_the_sleep_is_not_lost() -> None:
 @pytest.mark.parametrize("lanes", [[], [A]])
 def test_ringing_is_cheap_without_anybody_to_hear(lanes: list[LaneName]) -> None:
     Doorbell().ring(lanes)
+
+
+async def test_who_stops_listening_is_not_disturbed_while_it_says_goodbye() -> None:
+    parted = asyncio.Event()
+
+    class Polite(Wire):
+        async def listen(self, hearer: Callable[[Collection[LaneName]], object]) -> None:
+            try:
+                await super().listen(hearer)
+            finally:
+                await asyncio.sleep(0.05)  # it closes its connection
+                parted.set()
+
+    bell = Doorbell(Polite())
+    stop = bell.hear(lambda _lanes: [])
+    await asyncio.sleep(0)
+    stop()
+    await asyncio.sleep(0)
+    await bell.close()
+    assert parted.is_set()
