@@ -269,20 +269,22 @@ def test_ringing_is_cheap_without_anybody_to_hear(lanes: list[LaneName]) -> None
 
 
 async def test_who_stops_listening_is_not_disturbed_while_it_says_goodbye() -> None:
-    parted = asyncio.Event()
+    closing, parted = asyncio.Event(), asyncio.Event()
 
     class Polite(Wire):
         async def listen(self, hearer: Callable[[Collection[LaneName]], object]) -> None:
             try:
                 await super().listen(hearer)
             finally:
-                await asyncio.sleep(0.05)  # it closes its connection
+                await closing.wait()  # it closes its connection
                 parted.set()
 
     bell = Doorbell(Polite())
     stop = bell.hear(lambda _lanes: [])
     await asyncio.sleep(0)
     stop()
+    ending = asyncio.create_task(bell.close())
     await asyncio.sleep(0)
-    await bell.close()
+    closing.set()
+    await ending
     assert parted.is_set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -24,7 +25,7 @@ LOCK_SECONDS = 1
 _MAX_NAME = 63
 
 
-class Shadow:
+class Shadow(ABC):
     """A table that will stand in the place of another one. Every method works in the transaction of its connection."""
 
     is_transactional = True
@@ -44,16 +45,16 @@ class Shadow:
         if reason := next(iter(self._obstacles(connection)), None):
             raise ConfigurationError(f"{self.live.name} cannot be put in the place of another one: {reason}")
 
+    @abstractmethod
     def create(self, connection: Connection) -> None:
         """Make it, empty; what is left of an earlier one goes first."""
-        raise NotImplementedError
 
-    def freshen(self, connection: Connection) -> None:
+    def freshen(self, connection: Connection) -> None:  # noqa: B027  not every planner has to be told
         """Let the planner know what is in it, before anybody asks."""
 
+    @abstractmethod
     def swap(self, connection: Connection) -> None:
         """Put it in its place. The old one is gone, or stands aside as `retired`."""
-        raise NotImplementedError
 
     def drop(self, connection: Connection) -> None:
         """Remove what is left of it, and of the old one."""
@@ -65,13 +66,14 @@ class Shadow:
         """Whether it stands beside the other one."""
         return _is_there(connection, self.table)
 
+    @abstractmethod
     def _obstacles(self, connection: Connection) -> Iterable[str]:
-        raise NotImplementedError
+        """What others would notice."""
 
 
 def shadow_of(live: Table, generation: int, dialect: Dialect) -> Shadow:
     """The shadow of a table, on this database."""
-    kinds = {"postgresql": PostgresShadow, "sqlite": SqliteShadow}
+    kinds: dict[str, type[Shadow]] = {"postgresql": PostgresShadow, "sqlite": SqliteShadow}
     return kinds.get(dialect.name, MysqlShadow)(live, generation, dialect)
 
 
