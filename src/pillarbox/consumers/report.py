@@ -49,7 +49,7 @@ class ConsumerReport:
         self.tally = Tally()
         self.position = Position()
         self.version_lag = 0
-        """Of the events that came last and found a gap."""
+        """Of the events that came last: how far they were ahead of their rows."""
         self._consumer = consumer
         self._labels = (consumer,)
         self._signals = signals
@@ -103,10 +103,8 @@ class ConsumerReport:
 
     def left_out(self, amounts: LeftOut) -> None:
         """A projection had seen later events than these, or not their predecessors."""
-        if amounts == _NOTHING:
-            return
-        self.version_lag = amounts.version_lag
-        if self._signals:
+        self.version_lag = amounts.version_lag  # back to 0 when no gap was found
+        if self._signals and amounts != _NOTHING:
             self._signals.count(telemetry.STALE, self._labels, amounts.stale)
             self._signals.count(telemetry.GAPS, self._labels, amounts.gaps)
 
