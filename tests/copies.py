@@ -52,7 +52,7 @@ class Outbox:
                     await own.run_sync(self.store.append, [delivery(event, tenant)])
 
     async def take(self, lease: float = OVER_AT_ONCE) -> Lane:
-        (lane,) = await self.store.take("owner", lease=lease, wanted={ROUTE.id: 1}, shards=[SHARD])
+        (lane,) = await self.store.take("owner", lease=lease, wanted={ROUTE.id: 1}, shards={ROUTE.id: [SHARD]})
         return lane
 
     async def look(self, lane: Lane) -> tuple[Page, dict[str, int]]:

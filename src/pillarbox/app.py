@@ -512,11 +512,15 @@ class Pillarbox:
         window_bytes: int = Pacing.window_bytes,
         grace: float = Pacing.grace,
         shards: Collection[int] | None = None,
+        tenants: Collection[str] | None = None,
         source: Literal["cursor", "cdc"] = "cursor",
         slot: str | None = None,
     ) -> Relay:
         """A relay for the transports and handlers of this box. It serves every route in the database that needs one of
         them, whoever wrote it; it has a pool of its own.
+
+        With ``shards`` it keeps to these, with ``tenants`` to the lanes in which these tenants are, of routes that are
+        sharded by tenant. Relays that keep to nothing leave such lanes to it while it lives.
 
         With ``source="cdc"``, on PostgreSQL, bodies and wake-ups come by logical replication while it runs: from a
         temporary slot, or from one that is kept and called ``slot``.
@@ -528,6 +532,7 @@ class Pillarbox:
             name or relay_name(),
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
             shards=shards,
+            tenants=tenants,
             source=source,
             slot=slot,
         )
@@ -539,6 +544,7 @@ class Pillarbox:
         *,
         pacing: Pacing | None = None,
         shards: Collection[int] | None = None,
+        tenants: Collection[str] | None = None,
         source: Literal["cursor", "cdc"] = "cursor",
         slot: str | None = None,
     ) -> Relay:
@@ -558,6 +564,7 @@ class Pillarbox:
             name=name,
             pacing=pacing,
             shards=shards,
+            tenants=tenants,
             bell=self.doorbell,
             feed=feed,
             shares_connection=self._relay_engine is self._engine,

@@ -55,6 +55,11 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def shard_of(unit: str, shards: int) -> int:
+    """Where the deliveries of a key, or of a tenant, are."""
+    return stable_hash(unit) % shards
+
+
 _route_id = lru_cache(maxsize=4096)(stable_hash)
 
 
@@ -67,6 +72,8 @@ class RouteRecord(msgspec.Struct, frozen=True):
     schema_version: int | None = None
     on_failure: FailurePolicy = FailurePolicy.PARK
     retry: RetryPolicy = msgspec.field(default_factory=RetryPolicy)
+    shard_by: str = "key"
+    """What is hashed to choose a lane: the key, or the tenant."""
 
     @property
     def id(self) -> int:
@@ -106,6 +113,10 @@ class LaneName(NamedTuple):
 
     route: int
     shard: int
+
+
+Shards = Mapping[int, Collection[int]]
+"""Some shards of some routes, by a route's id."""
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -242,8 +253,8 @@ class Census(msgspec.Struct, frozen=True):
     """The relays that are alive, and the routes that each of them serves."""
     shards: Mapping[str, frozenset[int]]
     """Those of them that keep to some shards."""
-    lanes: Mapping[int, int]
-    """How many lanes each route has that are not paused."""
+    shard_count: int = SHARDS
+    """How many lanes each route has."""
     paused: frozenset[LaneName] = frozenset()
     """Lanes that a person has stopped: their owner lets them go."""
     paused_tenants: frozenset[str] = frozenset()
@@ -274,9 +285,10 @@ class LaneStore(Protocol):
         ...
 
     async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
-        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number, and only these shards.
+        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number, and only these shards of
+        it, if any are named.
 
         A lane is free when it was never held, was released, or its lease has expired; no other process is needed to
         free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it has one; then ``tries``

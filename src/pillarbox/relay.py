@@ -27,7 +27,7 @@ from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
 from .lane import BREAKER, LaneWorker
-from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore
+from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, shard_of
 from .redaction import redacted
 from .report import Counts
 from .suspicion import Suspicion
@@ -102,8 +102,9 @@ _MOST = {"lease": 3600, "batch": 10_000, "grace": 3600, "look": 3600, "linger": 
 class Relay:
     """Sends what the outbox holds. Made by ``box.relay()``.
 
-    ``publishers`` are the destinations that it can serve, by what a route needs; ``shards`` keeps it to some lanes of
-    each route. Give all relays of a route the same shards, or none in common.
+    ``publishers`` are the destinations that it can serve, by what a route needs. ``shards`` keeps it to some lanes of
+    each route, and ``tenants`` to those in which these tenants are, of routes that are sharded by tenant. While it
+    lives these lanes are left to it by relays that keep to none; when it is gone they take them over.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Relay:
         name: str | None = None,
         pacing: Pacing | None = None,
         shards: Collection[int] | None = None,
+        tenants: Collection[str] | None = None,
         bell: Doorbell | None = None,
         feed: Feed | None = None,
         draw: Callable[[], float] = random.random,
@@ -127,7 +129,12 @@ class Relay:
         self._pacing = pacing or Pacing()
         if shards is not None and (not shards or not all(isinstance(shard, int) for shard in shards)):
             raise ConfigurationError(f"relay: shards are numbers, and at least one, got {shards!r}")
+        if tenants is not None and (isinstance(tenants, str) or not tenants or not all(map(_is_name, tenants))):
+            raise ConfigurationError(f"relay: tenants are names, and at least one, got {tenants!r}")
+        if shards is not None and tenants is not None:
+            raise ConfigurationError("relay: it keeps to shards or to tenants, not to both")
         self._shards = None if shards is None else frozenset(shards)
+        self._tenants = None if tenants is None else frozenset(tenants)
         self._bell = bell
         self._feed = feed
         self._draw = draw
@@ -203,7 +210,7 @@ class Relay:
         before = Counts(**asdict(self.counts))
         try:
             census = await self._attend_once()
-            await self._take({route: census.lanes.get(route, 0) for route in self._served(census)}, once=True)
+            await self._take(census, dict.fromkeys(self._served(census), census.shard_count), once=True)
             while self._tasks:
                 await asyncio.wait([*self._tasks.values()], timeout=self._pacing.lease / 3)
                 await self._renew(census)
@@ -276,7 +283,7 @@ class Relay:
             census = await self._attend_once()
             wanted = self._balance(census)
             if wanted:
-                await self._take(wanted)
+                await self._take(census, wanted)
         except Exception as error:
             if self._reachable:
                 logger.warning(
@@ -296,6 +303,8 @@ class Relay:
     async def _attend_once(self) -> Census:
         now = clock.current().monotonic()
         census = self._census = await self._store.census()
+        if self._tenants is not None:
+            self._shards = frozenset(shard_of(tenant, census.shard_count) for tenant in self._tenants)
         await self._renew_when_due(census)
         self._attended_at = now
         self._set_paces(census)
@@ -336,7 +345,11 @@ class Relay:
         return before + self._pacing.lease * 0.9
 
     def _served(self, census: Census) -> frozenset[int]:
-        return frozenset(route for route, record in census.routes.items() if record.needs in self._publishers)
+        return frozenset(
+            route
+            for route, record in census.routes.items()
+            if record.needs in self._publishers and (self._tenants is None or record.shard_by == "tenant")
+        )
 
     def _balance(self, census: Census) -> dict[int, int]:
         """Let go of what is too much; how many lanes of each route we may take comes back."""
@@ -346,11 +359,12 @@ class Relay:
                 worker.stop()  # somebody has changed the route: whoever takes the lane next goes by the new one
         for route in sorted(self._served(census)):
             mine = [worker for name, worker in self._workers.items() if name.route == route]
-            paused = [worker for worker in mine if worker.lane.name in census.paused]
+            ground = open_ground(route, self._shards, census)
+            astray = [worker for worker in mine if worker.lane.shard not in ground]
             # An idle lane changes hands without anybody noticing.
-            kept = sorted((worker for worker in mine if worker not in paused), key=lambda it: not it.idle)
+            kept = sorted((worker for worker in mine if worker not in astray), key=lambda it: not it.idle)
             quota = fair_share(self.name, route, self._shards, census)
-            for worker in [*paused, *kept[: max(0, len(kept) - quota)]]:
+            for worker in [*astray, *kept[: max(0, len(kept) - quota)]]:
                 worker.stop()
             if len(mine) < quota:
                 wanted[route] = quota - len(mine)
@@ -366,9 +380,10 @@ class Relay:
                 worker.pace = pace
                 worker.ring()
 
-    async def _take(self, wanted: Mapping[int, int], *, once: bool = False) -> None:
+    async def _take(self, census: Census, wanted: Mapping[int, int], *, once: bool = False) -> None:
         before = clock.current().monotonic()
-        lanes = await self._store.take(self.name, lease=self._pacing.lease, wanted=wanted, shards=self._shards)
+        grounds = {route: open_ground(route, self._shards, census) for route in wanted}
+        lanes = await self._store.take(self.name, lease=self._pacing.lease, wanted=wanted, shards=grounds)
         if strange := [lane for lane in lanes if lane.route.needs not in self._publishers]:
             await self._store.release(self.name, strange)
         for lane in lanes:
@@ -378,8 +393,7 @@ class Relay:
                 self._workers[lane.name].lose()
             self._workers[lane.name] = worker = self._worker(lane, self._deadline(before))
             self._tasks[lane.name] = asyncio.create_task(self._look_after(worker, once=once), name=f"lane {lane}")
-        if self._census is not None:
-            self._set_paces(self._census)
+        self._set_paces(census)
 
     def _worker(self, lane: Lane, deadline: float) -> LaneWorker:
         install = self._census.install if self._census is not None else ""
@@ -550,7 +564,7 @@ class Relay:
         while True:
             census = await self._attend_once()
             routes = self._served(census)
-            await self._take({route: census.lanes.get(route, 0) for route in routes})
+            await self._take(census, dict.fromkeys(routes, census.shard_count))
             await self._until_quiet(census)
             ready = [name for name in await self._store.ready(routes) if not self._shards or name.shard in self._shards]
             here = [worker for name in ready if (worker := self._workers.get(name)) and not _is_stuck(worker)]
@@ -587,6 +601,10 @@ def relay_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
 
 
+def _is_name(given: object) -> bool:
+    return isinstance(given, str) and bool(given)
+
+
 def _said(error: BaseException) -> str:
     return redacted(f"{type(error).__name__}: {error}")
 
@@ -596,10 +614,19 @@ def _is_stuck(worker: LaneWorker) -> bool:
     return halted or worker.failures >= STALLED
 
 
+def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> frozenset[int]:
+    """The shards of a route that are for a relay, and not paused: those that it keeps to. One that keeps to none leaves
+    to others what they keep to, as long as they live.
+    """
+    ground = frozenset(range(census.shard_count)) if shards is None else shards
+    kept = [census.shards.get(name, frozenset()) for name, served in census.relays.items() if route in served]
+    left = ground.difference(*kept) if shards is None else ground
+    return frozenset(shard for shard in left if LaneName(route, shard) not in census.paused)
+
+
 def fair_share(relay: str, route: int, shards: frozenset[int] | None, census: Census) -> int:
     """How many lanes of a route a relay may hold: an equal part, and of what remains one each, in turns."""
     peers = {name for name, served in census.relays.items() if route in served and census.shards.get(name) == shards}
     ranked = sorted(peers | {relay})
-    lanes = census.lanes.get(route, 0) if shards is None else len(shards)
-    part, rest = divmod(lanes, len(ranked))
+    part, rest = divmod(len(open_ground(route, shards, census)), len(ranked))
     return part + ((ranked.index(relay) + route) % len(ranked) < rest)

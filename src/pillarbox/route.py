@@ -20,7 +20,7 @@ from .codec import Codec, Content
 from .context import NO_CONTEXT, check_header
 from .errors import ConfigurationError, HeaderError, PayloadTooLargeError, RouteError, TenancyError
 from .event import EventType, Raised, registry
-from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, stable_hash
+from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, shard_of
 from .payload import Plain
 from .retry import RetryPolicy
 from .transport import Capabilities
@@ -79,7 +79,7 @@ class Route:
             raise RouteError(f"{self!r}: on_failure is 'park' or 'skip', got {on_failure!r}") from None
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise RouteError(f"{self!r}: retry is a RetryPolicy, got {retry!r}")
-        self.record = RouteRecord(self.name, to, topic, version, policy, retry or RetryPolicy())
+        self.record = RouteRecord(self.name, to, topic, version, policy, retry or RetryPolicy(), shard_by)
         self.id = self.record.id
 
     def __repr__(self) -> str:
@@ -312,7 +312,7 @@ class Router:
                     event_id=raised.event_id,
                     event_type=kind.name,
                     route=route.id,
-                    shard=stable_hash(unit) % self.shards,
+                    shard=shard_of(unit, self.shards),
                     schema_version=version,
                     topic=route.topic_for(tenant, origin.aggregate_type),
                     key=ordering,

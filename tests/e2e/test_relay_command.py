@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -120,14 +120,19 @@ class Town:
         """Commit one event for each of these keys, with rising numbers."""
         asyncio.run(self._publish(keys))
 
-    async def _publish(self, keys: Any) -> None:
+    def publish_for(self, *tenants: str) -> None:
+        """Commit one event for each of these tenants, on a route that is sharded by tenant."""
+        asyncio.run(self._publish(tenants, by_tenant=True))
+
+    async def _publish(self, keys: Any, *, by_tenant: bool = False) -> None:
         engine = create_async_engine(self.url)
-        route = Route("tests.relay.*", to="broker", topic="counted", name="counted")
+        shard_by: Literal["key", "tenant"] = "tenant" if by_tenant else "key"
+        route = Route("tests.relay.*", to="broker", topic="counted", name="counted", shard_by=shard_by)
         async with Pillarbox(engine, transports={"broker": LoggingTransport()}, routes=[route]) as box:
             await box.migrate()
             for key in keys:
                 self._numbers += 1
-                async with box.unit_of_work() as uow:
+                async with box.unit_of_work(tenant=key if by_tenant else None) as uow:
                     uow.publish(Counted(number=self._numbers), key=key)
         await engine.dispose()
 
@@ -365,6 +370,19 @@ def test_r6_it_keeps_to_its_shards(sqlite: Town) -> None:
     assert low["sent"] + high["sent"] == 40
 
 
+def test_it_keeps_to_its_tenants(sqlite: Town) -> None:
+    sqlite.publish_for("acme", "globex", "initech", "acme")
+    own = json.loads(sqlite.run("shop:box", "--tenants", "acme, globex", "--drain", "--json").stdout)
+    assert own["sent"] == 3
+    assert {note.key for note in sqlite.notes()} == {"acme", "globex"}
+    assert sqlite.run("shop:box", "--drain").stdout == "1 sent, 0 rejected\n"
+
+
+def test_tenants_need_a_route_that_is_sharded_by_tenant(sqlite: Town) -> None:
+    done = sqlite.run("shop:box", "--tenants", "acme", "--drain", code=Exit.USAGE)
+    assert done.stderr.endswith('no route in this database is sharded by tenant; say Route(..., shard_by="tenant")\n')
+
+
 # -- health ------------------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +546,17 @@ def test_nothing_to_send_to(sqlite: Town) -> None:
 def test_an_address_that_is_not_known(sqlite: Town) -> None:
     (sqlite.folder / "pillarbox.yaml").write_text("transports:\n  broker: 'carrier-pigeon://loft'\n")
     assert "carrier-pigeon" in sqlite.complaint(code=Exit.SETTINGS)
+
+
+@pytest.mark.parametrize("tenants", ["", ",", "acme,", "acme,,globex"])
+def test_tenants_that_are_none(tenants: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", f"--tenants={tenants}"]) == Exit.USAGE
+    assert "are no tenants" in capsys.readouterr().err
+
+
+def test_shards_or_tenants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["relay", "--tenants=acme", "--shards=0"]) == Exit.USAGE
+    assert "choose one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shards", ["", "x", "3-1", "1,,2", "-1", "0-7/", "0-7/x", "0-7/7"])

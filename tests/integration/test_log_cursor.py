@@ -190,7 +190,7 @@ class SideBySide:
         return lane
 
     async def _take(self) -> Lane:
-        (lane,) = await self._store.take("r", lease=0.0, wanted={ROUTE.id: 1}, shards=[self._shard])
+        (lane,) = await self._store.take("r", lease=0.0, wanted={ROUTE.id: 1}, shards={ROUTE.id: [self._shard]})
         return lane
 
     async def _look(self, lane: Lane, limit: int) -> tuple[Look, Window]:

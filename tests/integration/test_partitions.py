@@ -368,7 +368,7 @@ class TestDays:
     async def test_h62_what_is_on_its_way_keeps_its_day(self, yard: Yard) -> None:
         await yard.partition(OLD[0])
         await yard.publish(KEYS[0], OLD[0], OLD[0])
-        (lane,) = await yard.store.take("relay-1", lease=60, wanted={ROUTE_ID: 1}, shards=[0])
+        (lane,) = await yard.store.take("relay-1", lease=60, wanted={ROUTE_ID: 1}, shards={ROUTE_ID: [0]})
         page = await yard.store.poll(lane, limit=2)
         items = [row.id for row in page.fresh]
         lane = await yard.store.announce(lane, Batch(items, cursor=page.cursor), settle=False)

@@ -125,7 +125,7 @@ class Depot:
         assert (await self.ask(operations.request, selection, ANNA, Run(), 100)).requested
 
     async def take(self) -> Lane:
-        (lane,) = await self.store.take("relay-1", lease=60, wanted={ROUTE_ID: 1}, shards=[0])
+        (lane,) = await self.store.take("relay-1", lease=60, wanted={ROUTE_ID: 1}, shards={ROUTE_ID: [0]})
         return lane
 
     @property

@@ -384,7 +384,7 @@ class Reader:
         await asyncio.sleep(LEASE * 2)
         self.found.owners += 1
         (lane,) = await self._store.take(
-            f"owner {self.found.owners}", lease=LEASE, wanted={ROUTE.id: 1}, shards=[self._name.shard]
+            f"owner {self.found.owners}", lease=LEASE, wanted={ROUTE.id: 1}, shards={ROUTE.id: [self._name.shard]}
         )
         if lane.announced is not None:
             await self._compare(lane, self._batch)

@@ -12,13 +12,14 @@ from collections.abc import Collection
 from string import ascii_lowercase
 from typing import Any
 
+import msgspec
 import pytest
 
 from pillarbox import clock
 from pillarbox.doorbell import Doorbell
 from pillarbox.errors import ConfigurationError
-from pillarbox.outbox import BUS, Batch, Census, Delivery, LaneName, RouteRecord, Status
-from pillarbox.relay import Pacing, Relay, fair_share
+from pillarbox.outbox import BUS, Batch, Census, Delivery, LaneName, RouteRecord, Status, shard_of
+from pillarbox.relay import Pacing, Relay, fair_share, open_ground
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.transport import Capabilities, Outcome
 from tests.relays import Broker, Line, World, freeze, half, in_virtual_time, running, until
@@ -40,7 +41,7 @@ class TestFairShare:
             routes={},
             relays=dict.fromkeys(relays, frozenset({7, 8, 9})),
             shards={name: frozenset(found) for name, found in shards.items()},
-            lanes={7: lanes, 8: lanes, 9: lanes},
+            shard_count=lanes,
         )
 
     @pytest.mark.parametrize("lanes", [0, 1, 2, 5, 16, 17])
@@ -56,7 +57,7 @@ class TestFairShare:
         assert {sum(fair_share(name, route, None, census) for route in (7, 8, 9)) for name in census.relays} == {1}
 
     def test_who_does_not_serve_the_route_has_no_part_in_it(self) -> None:
-        census = Census(routes={}, relays={"r1": frozenset({7}), "r2": frozenset({8})}, shards={}, lanes={7: 16})
+        census = Census(routes={}, relays={"r1": frozenset({7}), "r2": frozenset({8})}, shards={}, shard_count=16)
         assert fair_share("r1", 7, None, census) == 16
 
     def test_a_relay_that_has_not_said_yet_that_it_is_there_counts_itself(self) -> None:
@@ -67,6 +68,19 @@ class TestFairShare:
         census = self.census(16, ["a", "b", "c"], a=low, b=low, c=high)
         shares = [fair_share(name, 7, shards, census) for name, shards in (("a", low), ("b", low), ("c", high))]
         assert shares == [4, 4, 8]
+
+    def test_what_others_keep_to_is_left_to_them_while_they_live(self) -> None:
+        census = self.census(16, ["a", "b", "c"], c=[3, 4])
+        assert [fair_share(name, 7, None, census) for name in "ab"] == [7, 7]
+        assert fair_share("c", 7, frozenset([3, 4]), census) == 2
+        assert open_ground(7, None, census) == {*range(16)} - {3, 4}
+        elsewhere = msgspec.structs.replace(census, relays={**census.relays, "c": frozenset({8})})
+        assert open_ground(7, None, elsewhere) == {*range(16)}
+
+    def test_paused_lanes_are_nobodys(self) -> None:
+        census = msgspec.structs.replace(self.census(16, ["a"]), paused=frozenset([LaneName(7, 1), LaneName(8, 2)]))
+        assert fair_share("a", 7, None, census) == 15
+        assert fair_share("a", 7, frozenset([1, 2]), census) == 1
 
 
 class TestLeases:
@@ -320,6 +334,71 @@ class TestLeases:
         assert len(world.sent.split()) == 26
 
 
+class TestTenants:
+    """A relay for some tenants, beside those for everybody."""
+
+    shards = 16
+    plans = RouteRecord("plans", "broker", "plans", shard_by="tenant")
+
+    def world(self) -> World:
+        world = World(shards=self.shards)
+        world.store.register(None, [self.plans])
+        return world
+
+    def write(self, world: World, *tenants: str) -> None:
+        for tenant in tenants:
+            place = {"shard": shard_of(tenant, self.shards), "tenant": tenant, "headers": {"tenant_id": tenant}}
+            world.store.append(None, [msgspec.structs.replace(_delivery(self.plans), **place)])
+
+    def owner(self, world: World, tenant: str) -> str | None:
+        return world.store._lanes[LaneName(self.plans.id, shard_of(tenant, self.shards))].locked_by
+
+    @in_virtual_time
+    async def test_it_keeps_to_their_lanes_and_to_routes_that_are_sharded_by_tenant(self) -> None:
+        world = self.world()
+        self.write(world, "acme", "globex", "initech")
+        world.write(KEYS)
+        assert (await world.relay("own", tenants=["acme", "globex"]).drain()).sent == 2
+        assert {message.headers["tenant_id"] for message in world.broker.sent("plans")} == {"acme", "globex"}
+        assert world.sent == ""
+
+    @in_virtual_time
+    async def test_the_others_leave_its_lanes_to_it_and_take_them_over_when_it_is_gone(self) -> None:
+        world = self.world()
+        own, *others = world.relay("own", tenants=["acme"]), world.relay("r1"), world.relay("r2")
+        async with running(*others):
+            await until(lambda: owners(world) == {"r1": 16, "r2": 16})
+            async with running(own):
+                await until(lambda: self.owner(world, "acme") == "own")
+                await until(lambda: sorted(owners(world).values()) == [1, 15, 16])
+                self.write(world, "acme", "globex", "acme")
+                await world.broker.received("plans", 3)
+                assert own.counts.sent == 2
+            await until(lambda: self.owner(world, "acme") in ("r1", "r2"))
+            self.write(world, "acme")
+            await world.broker.received("plans", 4)
+
+    @in_virtual_time
+    async def test_one_that_dies_is_missed_when_its_lease_ends(self) -> None:
+        world = self.world()
+        lane = {self.plans.id: [shard_of("acme", self.shards)]}
+        await world.store.renew("own", [], lease=5.0, serves=[self.plans.id], shards=lane[self.plans.id])
+        assert await world.store.take("own", lease=5.0, wanted={self.plans.id: 1}, shards=lane)
+        self.write(world, "acme")
+        async with running(world.relay("r1")):
+            await world.broker.received("plans", 1)
+            assert self.owner(world, "acme") == "r1"
+
+    @pytest.mark.parametrize("tenants", ["acme", [], [""], [7]])
+    def test_what_are_no_tenants(self, tenants: Any) -> None:
+        with pytest.raises(ConfigurationError, match="tenants are names"):
+            self.world().relay("own", tenants=tenants)
+
+    def test_shards_or_tenants(self) -> None:
+        with pytest.raises(ConfigurationError, match="not to both"):
+            self.world().relay("own", tenants=["acme"], shards=[1])
+
+
 class TestOrder:
     @in_virtual_time
     async def test_h27_r5_many_relays_send_each_event_once_and_each_key_in_order(self) -> None:
@@ -547,7 +626,7 @@ class TestTrouble:
         world = World(shards=2)
         world.write(KEYS)
         name = LaneName(world.route.id, 0)
-        (lane,) = await world.store.take("dead", lease=0.01, wanted={name.route: 1}, shards=[0])
+        (lane,) = await world.store.take("dead", lease=0.01, wanted={name.route: 1}, shards={name.route: [0]})
         first = next(iter(world.store._lanes[name].fresh))
         await world.store.announce(lane, Batch(items=[first]), settle=False)
         world.store._move(first, Status.DISCARDED)  # by hand

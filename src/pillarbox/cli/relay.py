@@ -17,7 +17,7 @@ from ..relay import Relay
 from ..settings import Settings
 from ..stores.inspection import live_relays
 from ..stores.schema import check_schema
-from ..stores.tables import meta
+from ..stores.tables import meta, routes
 from ..transports import connect
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, emit, options
@@ -48,11 +48,26 @@ def _parse_shards(_context: click.Context, _parameter: click.Parameter, given: s
     return Shards(frozenset(shards), int(of) if slash else None)
 
 
+def _parse_tenants(_context: click.Context, _parameter: click.Parameter, given: str | None) -> frozenset[str] | None:
+    if given is None:
+        return None
+    tenants = frozenset(name.strip() for name in given.split(","))
+    if "" in tenants:
+        raise click.BadParameter(f"{given!r} are no tenants: write acme, or acme,globex.")
+    return tenants
+
+
 @click.command()
 @click.argument("box", required=False, metavar="[MODULE:BOX]")
 @click.option("--name", metavar="NAME", help="How it is called in the outbox; by default host, process and a number.")
 @click.option(
     "--shards", metavar="LIST", callback=_parse_shards, help="Keep to these shards: 0-7, 0,3,8-11, or 0-7/16."
+)
+@click.option(
+    "--tenants",
+    metavar="LIST",
+    callback=_parse_tenants,
+    help="Keep to the lanes of these tenants, on routes that are sharded by tenant: acme,globex.",
 )
 @http_option
 @click.option(
@@ -70,6 +85,7 @@ def command(
     box: str | None,
     name: str | None,
     shards: Shards | None,
+    tenants: frozenset[str] | None,
     http: Address | None,
     source: str | None,
     slot: str | None,
@@ -82,6 +98,8 @@ def command(
     """
     if drain and http is not None:
         raise click.UsageError("--http is for a relay that runs on, and --drain for one that exits: choose one.")
+    if shards is not None and tenants is not None:
+        raise click.UsageError("A relay keeps to --shards or to --tenants: choose one.")
     settings = load_settings(config)
     said = {"source": source, "slot": slot}
     options = settings.relay.model_dump() | {option: value for option, value in said.items() if value is not None}
@@ -89,9 +107,10 @@ def command(
     async def work() -> None:
         async with _opened(settings, box) as started:
             await _check_shards(started, shards)
+            await _check_tenants(started, tenants)
             await _check_name(started, name)
             metrics = observe(started, settings, metrics=http is not None)
-            relay = started.relay(name=name, shards=shards and shards.some, **options)
+            relay = started.relay(name=name, shards=shards and shards.some, tenants=tenants, **options)
             if drain:
                 done = asdict(await relay.drain())
                 emit(
@@ -125,6 +144,15 @@ async def _check_shards(box: Pillarbox, shards: Shards | None) -> None:
         count = (await connection.execute(select(meta.c.shards))).scalar_one()
     if shards is not None and (max(shards.some) >= count or shards.of not in (None, count)):
         raise CommandError(f"--shards: this database has the shards 0 to {count - 1}", Exit.USAGE)
+
+
+async def _check_tenants(box: Pillarbox, tenants: frozenset[str] | None) -> None:
+    async with box.engine.connect() as connection:
+        ways = (await connection.execute(select(routes.c.shard_by))).scalars().all()
+    if tenants is not None and ways and "tenant" not in ways:
+        raise CommandError(
+            '--tenants: no route in this database is sharded by tenant; say Route(..., shard_by="tenant")', Exit.USAGE
+        )
 
 
 async def _check_name(box: Pillarbox, name: str | None) -> None:

@@ -114,6 +114,7 @@ def route_record(row: Mapping[Any, Any]) -> RouteRecord:
         schema_version=row[routes.c.schema_version],
         on_failure=FailurePolicy(row[routes.c.on_failure]),
         retry=RetryPolicy(row[routes.c.retry_base], row[routes.c.retry_cap], row[routes.c.retry_attempts]),
+        shard_by=row[routes.c.shard_by],
     )
 
 
@@ -202,5 +203,6 @@ def _route_values(record: RouteRecord) -> dict[str, Any]:
         "retry_base": record.retry.base,
         "retry_cap": record.retry.cap,
         "retry_attempts": record.retry.attempts,
+        "shard_by": record.shard_by,
         "updated_at": from_now(),
     }

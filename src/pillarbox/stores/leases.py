@@ -33,7 +33,7 @@ from sqlalchemy import (
 
 from ..cursor import Cursor
 from ..errors import LeaseLostError
-from ..outbox import Announcement, Census, Key, Lane, LaneName, Status, Trouble
+from ..outbox import Announcement, Census, Key, Lane, LaneName, Shards, Status, Trouble
 from .announced import decode_detours
 from .append import route_record
 from .columns import from_now
@@ -51,7 +51,7 @@ class Leases(Turns):
         return await self.ask_apart(_census)
 
     async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         return await self.change_apart(self._take, relay, lease, wanted, shards)
 
@@ -61,7 +61,7 @@ class Leases(Turns):
         relay: str,
         lease: float,
         wanted: Mapping[int, int],
-        shards: Collection[int] | None,
+        shards: Shards | None,
     ) -> list[Lane]:
         lanes = _take(connection, relay, lease, wanted, shards)
         return self.with_waiting_keys(connection, lanes) if lanes else []
@@ -141,12 +141,12 @@ def _census(connection: Connection) -> Census:
     living = connection.execute(_LIVING).all()
     slowed = connection.execute(_SLOWED_LANES).all()
     held = connection.execute(_SLOWED_TENANTS).all()
-    install, now, next_expiry = connection.execute(_NEXT_EXPIRY).one()
+    install, shard_count, now, next_expiry = connection.execute(_NEXT_EXPIRY).one()
     return Census(
         routes={row.id: route_record(row._mapping) for row in known},
         relays={name: frozenset(msgspec.json.decode(serves)) for name, serves, _ in living},
         shards={name: frozenset(msgspec.json.decode(shards)) for name, _, shards in living if shards is not None},
-        lanes={row.id: row.open_lanes for row in known},
+        shard_count=shard_count,
         paused=frozenset(LaneName(row.route, row.shard) for row in slowed if row.paused),
         paused_tenants=frozenset(row.tenant for row in held if row.paused),
         lane_rates={LaneName(row.route, row.shard): row.rate for row in slowed if _is_rate(row.rate)},
@@ -156,14 +156,7 @@ def _census(connection: Connection) -> Census:
     )
 
 
-_ROUTES = select(
-    routes,
-    select(func.count())
-    .select_from(lanes)
-    .where(lanes.c.route == routes.c.id, ~lanes.c.paused)
-    .scalar_subquery()
-    .label("open_lanes"),
-).order_by(routes.c.id)
+_ROUTES = select(routes).order_by(routes.c.id)
 _LIVING = (
     select(relays.c.name, relays.c.serves, relays.c.shards)
     .where(relays.c.expires_at > from_now())
@@ -175,6 +168,7 @@ _SLOWED_LANES = select(lanes.c.route, lanes.c.shard, lanes.c.paused, lanes.c.rat
 _SLOWED_TENANTS = select(tenants).where(or_(tenants.c.paused, tenants.c.rate.is_not(None)))
 _NEXT_EXPIRY = select(
     meta.c.install_id,
+    meta.c.shards,
     from_now(),
     select(func.min(lanes.c.locked_until)).where(lanes.c.locked_until > from_now()).scalar_subquery(),
 )
@@ -184,14 +178,17 @@ _NEXT_EXPIRY = select(
 
 
 def _take(
-    connection: Connection, relay: str, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None
+    connection: Connection, relay: str, lease: float, wanted: Mapping[int, int], shards: Shards | None
 ) -> list[Lane]:
-    free = _FREE if shards is None else _FREE.where(lanes.c.shard.in_(sorted(shards)))
+    only = shards or {}
     found = [
         LaneName(*row)
         for route, count in sorted(wanted.items())
         if count > 0
-        for row in connection.execute(free, {"route": route, "count": count})
+        for row in connection.execute(
+            _FREE.where(lanes.c.shard.in_(sorted(only[route]))) if route in only else _FREE,
+            {"route": route, "count": count},
+        )
     ]
     if not found:
         return []

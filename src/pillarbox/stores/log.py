@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..cursor import Cursor, RowAt, Snapshot, Window
 from ..errors import BatchMismatchError, LaneHaltedError, StoreError
-from ..outbox import Ahead, Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, digest
+from ..outbox import Ahead, Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, Shards, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
 from .failures import Failures, decode_headers, place, row_of
@@ -56,7 +56,7 @@ class LogStore(QueueStore):
         """Where we have left the rows of lanes, on the disk."""
 
     async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
         skipping = [it for it in taken if it.cursor and it.waiting and it.route.on_failure is FailurePolicy.SKIP]

@@ -32,6 +32,7 @@ from ..outbox import (
     Page,
     RouteRecord,
     Row,
+    Shards,
     Status,
     Trouble,
     digest,
@@ -205,15 +206,12 @@ class MemoryStore:
     async def census(self) -> Census:
         now = clock.current().monotonic()
         living = {name: relay for name, relay in sorted(self._relays.items()) if relay.expires_at > now}
-        open_lanes = dict.fromkeys(self._routes, 0)
-        for (route, _), lane in self._lanes.items():
-            open_lanes[route] += not lane.paused
         expiries = [lane.locked_until for lane in self._lanes.values() if lane.locked_until > now]
         return Census(
             routes=dict(self._routes),
             relays={name: relay.serves for name, relay in living.items()},
             shards={name: relay.shards for name, relay in living.items() if relay.shards is not None},
-            lanes=open_lanes,
+            shard_count=self._shards,
             paused=frozenset(name for name, lane in self._lanes.items() if lane.paused),
             paused_tenants=frozenset(tenant for tenant, paused in self._paused_tenants.items() if paused),
             lane_rates={name: lane.rate for name, lane in self._lanes.items() if lane.rate is not None},
@@ -223,13 +221,12 @@ class MemoryStore:
         )
 
     async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         now = clock.current().monotonic()
-        allowed = range(self._shards) if shards is None else sorted(shards)
         taken: list[Lane] = []
         for route, count in sorted(wanted.items()):
-            names = [LaneName(route, shard) for shard in allowed]
+            names = [LaneName(route, shard) for shard in sorted((shards or {}).get(route, range(self._shards)))]
             free = [name for name in names if name in self._lanes and self._is_free(self._lanes[name], now)]
             for name in free[: max(0, count)]:
                 lane = self._lanes[name]

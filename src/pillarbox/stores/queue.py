@@ -25,7 +25,7 @@ from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, sele
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import BatchMismatchError, StoreError
-from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Status, digest
+from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Shards, Status, digest
 from . import turn
 from .announced import refuse_detours
 from .append import Appender
@@ -49,7 +49,7 @@ class QueueStore(Appender, Leases):
         self._is_postgres = engine.dialect.name == "postgresql"
 
     async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Collection[int] | None = None
+        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
         skipping = [lane for lane in taken if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP]

@@ -66,6 +66,7 @@ routes = Table(
     Column("retry_base", Double, nullable=False),
     Column("retry_cap", Double, nullable=False),
     Column("retry_attempts", Integer, nullable=False),
+    Column("shard_by", String(10), nullable=False, server_default="key"),
     Column("updated_at", Utc, nullable=False),
 )
 
