@@ -77,6 +77,52 @@ def test_a_cluster_loses_nothing_when_broker_and_bookie_are_killed(pulsar_cluste
     assert stored(pulsar_cluster.url, "kept") == [b"one", b"two"]
 
 
+class Waiting(LocalPulsar):
+    """A server whose Java does nothing but wait, and leaves a file if it is told to end."""
+
+    def start(self) -> None:
+        super().start()
+        wait_until(lambda: "waiting" in self._end_of_log("broker"), "the script to come up")
+
+    def _is_ready(self) -> bool:
+        return True
+
+
+JAVA = """#!/bin/sh
+[ "$1" = -version ] && { echo 'openjdk version "17.0.1"' >&2; exit 0; }
+for word; do case "$word" in -XX:ArchiveClassesAtExit=*) file="${word#*=}"; esac; done
+trap '[ -z "$file" ] || echo classes > "$file"; exit 143' TERM
+echo waiting
+while :; do sleep 0.05; done
+"""
+
+
+def test_the_first_server_that_stops_in_peace_leaves_its_classes_to_the_others(
+    use_server: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server("pulsar-cluster")
+    archive = tmp_path / "classes.jsa"
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(JAVA)
+    java.chmod(0o700)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setattr("pillarbox.testing.pulsar._class_archive", lambda _java, _programs: archive)
+    server = Waiting(tmp_path / "server")
+
+    server.start()
+    server.kill()
+    assert not archive.exists()
+    server.start()
+    server.stop()
+    assert archive.read_text() == "classes\n"
+    server.start()
+    sharing = Path(f"/proc/{server.pids['broker']}/cmdline").read_bytes()
+    server.stop()
+    assert f"-XX:SharedArchiveFile={archive}".encode() in sharing
+    assert list(tmp_path.glob("classes*")) == [archive]
+
+
 def test_a_command_runs_it_until_told_and_keeps_the_data(use_server: Callable[[str], Server], tmp_path: Path) -> None:
     use_server("pulsar-cluster")
     with socket.create_server((HOST, 0)) as one, socket.create_server((HOST, 0)) as two:
