@@ -55,8 +55,8 @@ async def refuse_twin(_request: Request, _error: IntegrityError) -> JSONResponse
 
 
 @app.exception_handler(InvalidCursorError)
-async def refuse_cursor(_request: Request, _error: InvalidCursorError) -> JSONResponse:
-    return JSONResponse({"detail": "after: no page has given out this cursor"}, 422)
+async def refuse_cursor(_request: Request, error: InvalidCursorError) -> JSONResponse:
+    return JSONResponse({"detail": f"after: {error}"}, 422)
 
 
 @app.exception_handler(HeaderError)

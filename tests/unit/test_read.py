@@ -157,12 +157,19 @@ class TestCursors:
         with pytest.raises(InvalidCursorError, match="of another query"):
             await ReadDao(engine, Other).page(order_by=[Other.place], after=page.next)
 
-    @pytest.mark.parametrize("cursor", ["", "x", "Ä", "bm90IGpzb24", "W10", "WzEsMl0", "W" * 100_000, "WyJhIixbXV0=="])
+    async def test_an_empty_one_is_none(self, shelves: ReadDao[Shelf]) -> None:
+        first = await shelves.page(order_by=ORDER, limit=2)
+        empty = await shelves.page(order_by=ORDER, limit=2, after="")
+        assert [row.place for row in empty.items] == [row.place for row in first.items] == [0, 1]
+        assert empty.next == first.next
+
+    @pytest.mark.parametrize("cursor", [" ", "x", "Ä", "bm90IGpzb24", "W10", "WzEsMl0", "W" * 100_000, "WyJhIixbXV0=="])
     async def test_what_is_none_is_refused(self, shelves: ReadDao[Shelf], cursor: str) -> None:
-        with pytest.raises(InvalidCursorError):
+        with pytest.raises(InvalidCursorError) as caught:
             await shelves.page(after=cursor)
-        with pytest.raises(ValueError, match="cursor"):
-            await shelves.page(after=cursor)
+        assert str(caught.value).startswith("the cursor is ")
+        assert str(caught.value).endswith(": start without a cursor, and take each next one from the page before")
+        assert isinstance(caught.value, ValueError)
 
     async def test_depth_without_end_is_refused(self, shelves: ReadDao[Shelf]) -> None:
         with pytest.raises(InvalidCursorError):
@@ -170,7 +177,7 @@ class TestCursors:
 
     async def test_what_is_no_text_is_refused(self, shelves: ReadDao[Shelf]) -> None:
         given: Any = 5
-        with pytest.raises(InvalidCursorError, match="a cursor is a text, got int"):
+        with pytest.raises(InvalidCursorError, match="the cursor is no text, but int: start without"):
             await shelves.page(after=given)
 
     async def test_a_damaged_one_is_refused_or_says_where_to_go_on(self, shelves: ReadDao[Shelf]) -> None:

@@ -71,7 +71,10 @@ _Maker = TypeVar("_Maker", bound="async_sessionmaker[Any]")
 
 
 class InvalidCursorError(PillarboxError, ValueError):
-    """A cursor that no page of this query gave out: damaged, made up, or of another order."""
+    """A cursor that no page of this query gave out: damaged, made up, or of another order.
+
+    Its text says what is wrong and what to do, and holds no value of the cursor: whoever sent it may see it.
+    """
 
 
 class Box(Protocol):
@@ -158,7 +161,8 @@ class ReadDao(Generic[T]):
         after: str | None = None,
         tenant: str | None = None,
     ) -> Page[T]:
-        """Up to ``limit`` rows in this order, after those that a cursor says.
+        """Up to ``limit`` rows in this order, after those that a cursor says: the ``next`` of the page before. Without
+        one they are the first; an empty text is none, as in ``?after=``.
 
         ``order_by`` takes columns of the class, each with ``.desc()`` or without; NULLs come last. The primary key is
         added to it, so that rows with the same values have an order too.
@@ -166,7 +170,7 @@ class ReadDao(Generic[T]):
         if not 1 <= limit <= MAX_LIMIT:
             raise ConfigurationError(f"limit is 1 to {MAX_LIMIT}, got {limit}")
         order = _Order(self._model, order_by)
-        start = None if after is None else order.values_of(after)
+        start = order.values_of(after) if after else None
         async with self._session(tenant) as session:
             dialect = self._model.dialect(session)
             statement = self._model.select(session, *(term.column for term in order.terms)).where(*where)
@@ -250,7 +254,7 @@ async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: 
         # A cursor may be made up, of the right shape and with values that no such column can have.
         refused = not isinstance(error, DBAPIError) or classify(error) is Failure.POISON
         if is_continued and refused:
-            raise InvalidCursorError("the cursor holds values that the database does not take") from error
+            raise _invalid("the cursor holds values that no row can have") from error
         raise
 
 
@@ -394,7 +398,7 @@ class _Order:
     def values_of(self, cursor: str) -> tuple[Any, ...]:
         """The values that a cursor holds."""
         if not isinstance(cursor, str):
-            raise InvalidCursorError(f"a cursor is a text, got {type(cursor).__name__}")
+            raise _invalid(f"the cursor is no text, but {type(cursor).__name__}")
         try:
             said = urlsafe_b64decode(cursor.encode("ascii") + b"=" * (-len(cursor) % 4))
             mark, values = msgspec.json.decode(said, type=tuple[str, msgspec.Raw])
@@ -402,8 +406,12 @@ class _Order:
                 found: tuple[Any, ...] = msgspec.json.decode(values, type=self._values)
                 return found
         except (UnicodeError, binascii.Error, msgspec.MsgspecError, RecursionError) as error:
-            raise InvalidCursorError(f"the cursor cannot be read: {error}") from None
-        raise InvalidCursorError("the cursor is of another query: it goes with the order that it was given out for")
+            raise _invalid("the cursor is damaged, or no page has given it out") from error
+        raise _invalid("the cursor is of another query, or of another order of this one")
+
+
+def _invalid(wrong: str) -> InvalidCursorError:
+    return InvalidCursorError(f"{wrong}: start without a cursor, and take each next one from the page before")
 
 
 def _term(model: _Model, given: Any) -> _Term:
