@@ -137,6 +137,9 @@ class TestConsume:
             "consumers": [{"consumer": "bills", "handled": 2, "duplicates": 0, "letters": 1, "failures": 1}]
         }
         assert {*notes(pillarbox)} >= {"done 1", "done 2"}
+        publish(shop, 4)
+        by_the_module_alone = pillarbox.json("consume", "shop", "bills", "--drain")
+        assert by_the_module_alone["consumers"][0]["handled"] == 1
         again = pillarbox("consume", "shop:box", "bills", "--drain").stdout.splitlines()
         assert [line.split() for line in again] == [
             ["CONSUMER", "HANDLED", "DUPLICATES", "LETTERS", "FAILURES"],
