@@ -170,6 +170,15 @@ async def _fill(url: str) -> None:
     await engine.dispose()
 
 
+async def _publish_to_a_handler(url: str) -> None:
+    engine = create_async_engine(url)
+    box = Pillarbox(engine)
+    box.subscribe(ItemStored, name="shelves")(print)
+    async with box.unit_of_work() as uow:
+        uow.publish(ItemStored(sku="a"), key="A")
+    await engine.dispose()
+
+
 def execute(database: Database, statement: str, **values: object) -> list[Any]:
     engine = create_engine(database.url(database.server.drivers[-1]))
     with engine.begin() as connection:
@@ -711,13 +720,23 @@ class TestDoctor:
         found = checks(pillarbox.json("doctor"))["lanes"]
         assert found["state"] == "warning"
         assert re.search(r"3 deliveries of route '.*' wait in \d lanes that nobody serves", found["found"])
-        assert "wait for a relay" in found["remedy"]
+        assert found["remedy"] == "start a relay that has the destination 'broker': `pillarbox relay`"
         execute(filled, "UPDATE pillarbox_lanes SET locked_until = :later", later="2999-01-01 00:00:00")
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "ok"
         execute(filled, "UPDATE pillarbox_lanes SET locked_until = :past", past="2001-01-01 00:00:00")
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "warning"
         execute(filled, "UPDATE pillarbox_outbox SET status = 'SENT'")
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "ok"
+
+    @on_sqlite
+    def test_deliveries_to_handlers_that_nobody_runs(self, pillarbox: CommandLine, migrated: Database) -> None:
+        asyncio.run(_publish_to_a_handler(migrated.url()))
+        found = checks(pillarbox.json("doctor"))["lanes"]
+        assert found["found"] == "1 delivery of route 'local:shelves' wait in 1 lane that nobody serves"
+        assert found["remedy"] == (
+            "start a relay that has the handler 'shelves': `pillarbox relay MODULE:BOX` with the module that has it, "
+            "or `pillarbox consume MODULE:BOX` if it is a consumer"
+        )
 
     @on_sqlite
     def test_deliveries_that_have_failed(self, pillarbox: CommandLine, filled: Database) -> None:

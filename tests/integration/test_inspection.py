@@ -105,7 +105,7 @@ async def test_statistics_follow_the_status(engine: AsyncEngine) -> None:
 async def test_paused_lanes_wait_on_purpose(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         (found,) = await connection.run_sync(inspection.unserved)
-        assert found == Unserved("broker:yard.events", "broker", found.lanes, 4)
+        assert found == Unserved("broker:yard.events", "broker", "yard.events", found.lanes, 4)
         assert 1 <= found.lanes <= 4
         await connection.execute(update(lanes).values(paused=True))
         assert await connection.run_sync(inspection.unserved) == []

@@ -396,7 +396,7 @@ class TestWhy:
             await connection.execute(update(routes).values(destination="local", topic="depot.note"))
         answer = await yard.why(yard.rows[3])
         assert "needs the handler 'depot.note'" in answer.detail
-        assert "pillarbox relay module:box" in (answer.remedy or "")
+        assert "pillarbox relay MODULE:BOX" in (answer.remedy or "")
 
     async def test_somebody_paused_it(self, yard: Yard) -> None:
         row = yard.rows[3]

@@ -29,6 +29,7 @@ from .consumers import TWICE, too_short
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, age, emit, number, options, plain
 from .serving import load_box
+from .why import start_a_relay
 
 _OLDEST = {"PostgreSQL": (14,), "MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
 # Settings under which a crash of the server can lose what it has said to be committed.
@@ -191,7 +192,8 @@ def _relays(relays: list[RelayState], groups: list[Group]) -> Iterator[Check]:
     if relays:
         return
     if any(group.status in (Status.PENDING, Status.SENDING, Status.RETRYING) for group in groups):
-        yield Check("relays", State.WARNING, "no relay is alive, and deliveries wait", "start one: `pillarbox relay`")
+        remedy = "start one: `pillarbox relay`, or `pillarbox relay MODULE:BOX` for handlers and transports in code"
+        yield Check("relays", State.WARNING, "no relay is alive, and deliveries wait", remedy)
     else:
         yield Check("relays", State.OK, "no relay is alive, and nothing waits for one")
 
@@ -206,8 +208,8 @@ def _unserved(connection: Connection, relays: list[RelayState]) -> Iterator[Chec
         where = f"{number(route.lanes, 'lane')} that nobody serves"
         what = f"{number(route.waiting, 'delivery')} of route {route.route!r} wait in {where}"
         serving = ", ".join(relay.name for relay in relays if route.route in relay.routes)
-        remedy = f"they wait for a relay that serves {route.destination!r}"
-        yield Check("lanes", State.WARNING, what, f"{remedy}: {serving} should take them" if serving else remedy)
+        remedy = f"{serving} should take them" if serving else start_a_relay(route.destination, route.topic)
+        yield Check("lanes", State.WARNING, what, remedy)
 
 
 def _expired(relays: list[RelayState], lanes: list[LaneState]) -> Iterator[Check]:

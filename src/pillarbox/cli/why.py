@@ -127,15 +127,23 @@ class _Case:
 
     @property
     def needs(self) -> str:
-        if self.route.destination == BUS:
-            return f"the handler {self.route.topic!r}"
-        return f"the destination {self.route.destination!r}"
+        return _needs(self.route.destination, self.route.topic)
 
     @property
     def start_a_relay(self) -> str:
-        program = " module:box" if self.route.destination == BUS else ""
-        said = f"start a relay that has {self.needs}: `pillarbox relay{program}`"
-        return f"{said}, or `pillarbox consume{program}` if it is a consumer" if program else said
+        return start_a_relay(self.route.destination, self.route.topic)
+
+
+def _needs(destination: str, topic: str) -> str:
+    return f"the handler {topic!r}" if destination == BUS else f"the destination {destination!r}"
+
+
+def start_a_relay(destination: str, topic: str) -> str:
+    """What to do about a route that nobody serves. Handlers are in a module of the user's, which we do not know."""
+    said = f"start a relay that has {_needs(destination, topic)}: `pillarbox relay"
+    if destination != BUS:
+        return f"{said}`"
+    return f"{said} MODULE:BOX` with the module that has it, or `pillarbox consume MODULE:BOX` if it is a consumer"
 
 
 def _case(connection: Connection, delivery: Details) -> _Case | None:

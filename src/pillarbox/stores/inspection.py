@@ -128,6 +128,8 @@ class Unserved:
 
     route: str
     destination: str
+    topic: str
+    """As the route says it; the handler's name if the destination is this process."""
     lanes: int
     waiting: int
 
@@ -365,13 +367,14 @@ def do_not_compile(connection: Connection) -> None:
 def unserved(connection: Connection) -> list[Unserved]:
     """Routes whose deliveries wait in lanes without an owner. Lanes that were paused wait on purpose."""
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
+    what = (routes.c.name, routes.c.destination, routes.c.topic)
     found = (
-        select(routes.c.name, routes.c.destination, func.count(lanes.c.shard.distinct()), func.count())
+        select(*what, func.count(lanes.c.shard.distinct()), func.count())
         .select_from(unsent)
         .join(lanes, (lanes.c.route == unsent.c.route) & (lanes.c.shard == unsent.c.shard))
         .join(routes, routes.c.id == unsent.c.route)
         .where(unsent.c.status.in_(_WAITING), ~lanes.c.paused, free)
-        .group_by(routes.c.name, routes.c.destination)
+        .group_by(*what)
         .order_by(routes.c.name)
     )
     return [Unserved(*row) for row in connection.execute(found)]
