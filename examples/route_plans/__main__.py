@@ -11,4 +11,6 @@ import uvicorn
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--port", type=int, default=8000)
-uvicorn.run("examples.route_plans.service:app", host="127.0.0.1", port=parser.parse_args().port, log_level="warning")
+port = parser.parse_args().port
+print(f"open http://127.0.0.1:{port}/docs when it runs; Ctrl-C ends it", flush=True)
+uvicorn.run("examples.route_plans.service:app", host="127.0.0.1", port=port, access_log=False)

@@ -231,5 +231,7 @@ def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server])
     town = Town(tmp_path)
     try:
         Reader(town).follow()
+        assert f"open {town.service.url}/docs " in town.service.log.read_text("utf-8")
+        assert httpx.get(f"{town.service.url}/docs").is_success
     finally:
         town.stop()

@@ -392,5 +392,7 @@ def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server])
     service = process(tmp_path)
     try:
         Reader(service).follow()
+        assert f"open {service.url}/docs " in service.log.read_text("utf-8")
+        assert httpx.get(f"{service.url}/docs").is_success
     finally:
         service.stop()
