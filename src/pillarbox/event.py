@@ -172,19 +172,16 @@ class Registry:
 
     def of(self, event: object) -> EventType:
         """The registered type of an event."""
-        try:
-            return self._by_type[type(event)]
-        except KeyError:
-            raise UnregisteredEventError(
-                f"{type(event).__qualname__} has no event name: declare it with name=..., or call register_event on it"
-            ) from None
+        return self.of_type(type(event))
 
     def of_type(self, cls: type) -> EventType:
         """The registration of a class."""
         try:
             return self._by_type[cls]
         except KeyError:
-            raise UnregisteredEventError(f"{cls.__qualname__} has no event name") from None
+            raise UnregisteredEventError(
+                f"{cls.__qualname__} has no event name: declare it with name=..., or call register_event on it"
+            ) from None
 
     def caster(self, name: str, from_version: int, to_version: int) -> Callable[[_Cast], _Cast]:
         """Register a function that turns a payload of one version into one of a neighbouring version."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Any, cast
 from uuid import uuid4
@@ -12,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from pillarbox import ConfigurationError, IntegrationEvent, MessageContext, UnitOfWork
 from pillarbox.consumers.handling import Handlers, Incoming
 from pillarbox.context import current_context
+from pillarbox.errors import UnregisteredEventError
 
 
 class Rung(IntegrationEvent, name="test.handlers.rung"):
@@ -20,6 +22,10 @@ class Rung(IntegrationEvent, name="test.handlers.rung"):
 
 class Muted(IntegrationEvent, name="test.handlers.muted"):
     reason: str
+
+
+class Unregistered:
+    """Somebody's class that has no event name."""
 
 
 class _Work:
@@ -134,25 +140,39 @@ async def test_names_of_an_enclosing_function_are_known_by_their_text() -> None:
 async def _wants_a_number(event: Rung, number: int) -> None: ...
 async def _wants_no_event(uow: UnitOfWork) -> None: ...
 async def _wants_another(event: Muted) -> None: ...
+async def _wants_no_event_type(event: int) -> None: ...
+async def _wants_what_is_not_registered(event: Unregistered) -> None: ...
+async def _wants_two(event, other) -> None: ...  # type: ignore[no-untyped-def]
 async def _wants_by_position(event: Rung, /) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("handler", "complaint"),
     [
-        (_wants_a_number, "nothing is known for its parameter 'number'"),
-        (_wants_no_event, "none of its parameters takes the event"),
-        (_wants_another, "nothing is known for its parameter 'event'"),
+        (_wants_a_number, "nothing is known for its parameter 'number', annotated as int"),
+        (_wants_no_event, "none of its parameters takes the event (Rung)"),
+        (_wants_another, "nothing is known for its parameter 'event', annotated as Muted"),
+        (_wants_no_event_type, "nothing is known for its parameter 'event', annotated as int"),
+        (_wants_what_is_not_registered, "nothing is known for its parameter 'event', annotated as Unregistered"),
+        (_wants_two, "nothing is known for its parameter 'other', which has no annotation"),
         (_wants_by_position, "cannot be given by name"),
     ],
 )
 def test_what_cannot_be_given_is_refused_at_once(handler: Any, complaint: str) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
-        Handlers().add([Rung], handler)
+    handlers = Handlers()
+    with pytest.raises(ConfigurationError, match=re.escape(f"{handler.__name__}: ")) as caught:
+        handlers.add([Rung], handler)
+    assert complaint in str(caught.value)
+    if "nothing is known" in complaint:
+        allowed = "the event (Rung), a UnitOfWork, an AsyncSession and a MessageContext"
+        assert allowed in str(caught.value)
+    assert not handlers.kinds
 
 
 def test_only_event_types_have_handlers() -> None:
-    with pytest.raises(ConfigurationError, match="event types"):
+    with pytest.raises(ConfigurationError, match="_wants_a_number: on takes event types"):
         Handlers().add([cast(type, Rung(times=1))], _wants_a_number)
-    with pytest.raises(ConfigurationError, match="at least one"):
+    with pytest.raises(ConfigurationError, match="_wants_a_number: on needs at least one"):
         Handlers().add([], _wants_a_number)
+    with pytest.raises(UnregisteredEventError, match="_wants_a_number: Unregistered has no event name: declare it"):
+        Handlers().add([Rung, Unregistered], _wants_a_number)

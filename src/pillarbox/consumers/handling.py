@@ -19,7 +19,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from ..context import caused_by
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UnregisteredEventError
 from ..event import EventType, registry
 from ..transport import Message
 from ..unit_of_work import UnitOfWork
@@ -110,13 +110,20 @@ class Handlers:
 
     def add(self, kinds: Sequence[type], handler: Handler) -> None:
         """Register a handler for these events."""
+        where = _name_of(handler)
         if not kinds:
-            raise ConfigurationError("on needs at least one event type")
+            raise ConfigurationError(f"{where}: on needs at least one event type")
         for kind in kinds:
             if not isinstance(kind, type):
-                raise ConfigurationError(f"on takes event types, got {kind!r}")
-            self._kinds[kind] = registry.of_type(kind)
-            self._calls.setdefault(kind, []).append(_Call(handler, kinds))
+                raise ConfigurationError(f"{where}: on takes event types, got {kind!r}")
+        try:
+            known = {kind: registry.of_type(kind) for kind in kinds}
+        except UnregisteredEventError as error:
+            raise UnregisteredEventError(f"{where}: {error}") from None
+        call = _Call(handler, kinds)
+        self._kinds |= known
+        for kind in known:
+            self._calls.setdefault(kind, []).append(call)
 
     def left_out(self) -> LeftOut:
         return LeftOut()
@@ -158,7 +165,8 @@ _BY_TYPE: Mapping[type, _Find] = {
 
 def _wants(handler: Handler, kinds: Sequence[type]) -> Mapping[str, _Find]:
     """What each parameter of a handler gets. The first one that says nothing, or names an event, gets the event."""
-    where = getattr(handler, "__qualname__", repr(handler))
+    where = _name_of(handler)
+    events = " | ".join(kind.__qualname__ for kind in kinds)
     hints = _hints(handler, kinds)
     wants: dict[str, _Find] = {}
     has_event = False
@@ -174,14 +182,23 @@ def _wants(handler: Handler, kinds: Sequence[type]) -> Mapping[str, _Find]:
             wants[name] = find
         elif parameter.default is parameter.empty:
             raise ConfigurationError(
-                f"{where}: nothing is known for its parameter {name!r}; a handler may ask for the event, "
-                "a UnitOfWork, an AsyncSession and a MessageContext, by annotation"
+                f"{where}: nothing is known for its parameter {name!r}, {_annotated(parameter)}; a handler may ask, by "
+                f"annotation, for the event ({events}), a UnitOfWork, an AsyncSession and a MessageContext"
             )
     if not has_event:
-        raise ConfigurationError(
-            f"{where}: none of its parameters takes the event: {', '.join(kind.__qualname__ for kind in kinds)}"
-        )
+        raise ConfigurationError(f"{where}: none of its parameters takes the event ({events})")
     return wants
+
+
+def _name_of(handler: Handler) -> str:
+    return getattr(handler, "__qualname__", None) or repr(handler)
+
+
+def _annotated(parameter: inspect.Parameter) -> str:
+    given = parameter.annotation
+    if given is parameter.empty:
+        return "which has no annotation"
+    return f"annotated as {given if isinstance(given, str) else inspect.formatannotation(given)}"
 
 
 def _by_type(hint: object) -> _Find | None:
