@@ -30,9 +30,11 @@ from sqlalchemy.orm.exc import StaleDataError
 from pillarbox import CommitOutcomeUnknown, ConcurrencyError, PayloadError, Poison, Reject, TenancyError
 from pillarbox.consumers.failure import CLASSES, MAX_DEPTH, Failure, classify
 from pillarbox.errors import (
+    ConfigurationError,
     DuplicateEventError,
     HeaderError,
     LeaseLostError,
+    MissingExtraError,
     NotFoundError,
     UnknownEventError,
     UnregisteredEventError,
@@ -84,6 +86,8 @@ class TestOurOwn:
             (HeaderError("no tenant"), UNKNOWN),
             (UnregisteredEventError("the handler published it"), UNKNOWN),
             (DuplicateEventError("the handler published it"), UNKNOWN),
+            (ConfigurationError("the row has no such column"), UNKNOWN),
+            (MissingExtraError("the cache", extra="redis"), UNKNOWN),
             (ConcurrencyError("changed"), TRANSIENT),
             (CommitOutcomeUnknown([(uuid4(), 1, 1)]), TRANSIENT),
             (LeaseLostError("gone"), TRANSIENT),

@@ -128,6 +128,7 @@ CLASSES: Mapping[str, Failure] = {
     "pillarbox.errors.Reject": Failure.BUSINESS,
     "pillarbox.errors.Poison": Failure.POISON,
     "pillarbox.errors.EventError": Failure.UNKNOWN,  # of an event that the handler publishes
+    "pillarbox.errors.ConfigurationError": Failure.UNKNOWN,  # a mistake in code, which may meet all messages alike
     "pillarbox.errors.ConcurrencyError": Failure.TRANSIENT,
     "pillarbox.errors.CommitOutcomeUnknown": Failure.TRANSIENT,
     "pillarbox.errors.LeaseLostError": Failure.TRANSIENT,
