@@ -105,6 +105,8 @@ class TestRedrive:
     @pytest.mark.usefixtures("rejected")
     def test_a_dry_run_then_one_that_fails_then_one_that_succeeds(self, pillarbox: CommandLine) -> None:
         wanted = ["dlq", "redrive", "shop:box", "--consumer", "bills", "--tenant", "acme"]
+        [bills] = [it for it in pillarbox.json("consumers", "list")["consumers"] if it["name"] == "bills"]
+        handled = bills["handled"]
         dry = pillarbox.json(*wanted, "--dry-run")
         assert (dry["selected"], dry["done"], dry["left"], len(dry["sample"]), dry["results"]) == (2, 0, 2, 2, [])
         assert pillarbox(*wanted, "--dry-run").stdout.startswith("redrive: 2 letters would be taken\nID ")
@@ -119,6 +121,8 @@ class TestRedrive:
         done = pillarbox.json(*wanted, "--reason", "we are generous now", "--by", "anna")
         assert (done["done"], done["failed"], done["gone"], done["left"]) == (2, 0, 0, 0)
         assert {"done -1", "done -2"} <= {*notes(pillarbox)}
+        [bills] = [it for it in pillarbox.json("consumers", "list")["consumers"] if it["name"] == "bills"]
+        assert bills["handled"] == handled + 2
         assert [it["state"] for it in letters(pillarbox, "--state", "redriven")] == ["redriven"] * 2
         assert len(letters(pillarbox)) == 1
         entry = audit(pillarbox)[0]

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
 from sqlalchemy import String, func, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -553,6 +554,33 @@ async def test_h89_a_letter_is_redriven_once(box: Pillarbox) -> None:
     assert await effects(box) == [("a", 1)]
     [done] = await letters(box, states=[LetterState.REDRIVEN])
     assert done.id == letter.id
+
+
+async def test_a_redriven_letter_is_counted_once_and_moves_nothing_else(box: Pillarbox) -> None:
+    consumer = answering(box)
+
+    @consumer.on(Asked)
+    async def refuse_ones(event: Asked) -> None:
+        if event.number == 1 and closed:
+            raise Reject("closed today")
+
+    closed = True
+    await ask(box, ("a", 1), ("b", 2))
+    await consumer.drain()
+    async with box.engine.connect() as connection:
+        [before] = await connection.run_sync(stored.consumers)
+    closed = False
+    [letter] = await letters(box)
+    assert await consumer.redrive(letter.id)
+    async with box.engine.connect() as connection:
+        [after] = await connection.run_sync(stored.consumers)
+    assert (before.handled, after.handled, consumer.status()["handled"]) == (1, 2, 2)
+    assert msgspec.structs.replace(after, handled=1) == before, "it does not run, and stands where it stood"
+    await ask(box, ("c", 3))
+    assert (await consumer.drain()).handled == 1
+    async with box.engine.connect() as connection:
+        [last] = await connection.run_sync(stored.consumers)
+    assert last.handled == 3
 
 
 # -- without a broker --------------------------------------------------------------------------------------------------

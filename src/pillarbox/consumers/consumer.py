@@ -216,7 +216,10 @@ class Consumer:
 
     async def redrive(self, letter_id: int) -> bool:
         """Give a letter to the handlers once more. See `Processor.redrive`."""
-        return await self._processor.redrive(letter_id)
+        redriven = await self._processor.redrive(letter_id)
+        if redriven and not self._running:  # else it is noted with all the rest
+            await self._note_redrive()
+        return redriven
 
     async def rebuild(
         self, source: From = "outbox", *, incomplete: bool = False, progress: Tell | None = None
@@ -355,6 +358,14 @@ class Consumer:
             logger.debug("consumer %s: nothing noted: %s", self.name, redacted(str(error)))
         else:
             self._told = tally
+
+    async def _note_redrive(self) -> None:
+        """Count a letter that was redriven where the consumer itself does not run, and say nothing else about it."""
+        self._told.handled += 1
+        try:
+            await self._home.apart(stored.count_handled, self.name, 1)
+        except Exception as error:  # the letter has taken effect all the same
+            logger.debug("consumer %s: a redrive was not noted: %s", self.name, redacted(str(error)))
 
     def _prune(self, connection: Connection) -> int:
         number = self.identify(connection)

@@ -302,6 +302,7 @@ class Processor:
             reason = str(error) if kind is LetterKind.REJECTED else f"{type(error).__name__}: {error}"
             await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
+        self._report.redriven(incoming)
         return True
 
     def _take(self, connection: Connection, letter_id: int) -> Letter | None:

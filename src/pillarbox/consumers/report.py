@@ -26,7 +26,7 @@ class Tally:
     """What a consumer has done since it was made."""
 
     handled: int = 0
-    """Messages that took effect."""
+    """Messages that took effect, letters that were redriven included."""
     duplicates: int = 0
     """Messages that had taken effect before."""
     letters: int = 0
@@ -100,6 +100,13 @@ class ConsumerReport:
             self._signals.count(telemetry.HANDLED, self._labels, len(new), tenant)
             self._signals.observe(telemetry.HANDLING, {seconds: 1}, self._labels)
             self._signals.observe(telemetry.HANDLING_LATENCY, self._ages(new), self._labels, tenant)
+
+    def redriven(self, incoming: Incoming) -> None:
+        """A letter has taken effect. It is of the past, and does not say how far we have come, nor how late we are."""
+        self.tally.handled += 1
+        if self._signals:
+            tenant = incoming.context.tenant if self._signals.by_tenant else None
+            self._signals.count(telemetry.HANDLED, self._labels, 1, tenant)
 
     def left_out(self, amounts: LeftOut) -> None:
         """A projection had seen later events than these, or not their predecessors."""

@@ -248,7 +248,7 @@ class ConsumerRecord(msgspec.Struct, frozen=True):
     topics: tuple[str, ...]
     generation: int
     handled: int
-    """All messages that it has ever dealt with."""
+    """All messages that have ever taken effect, letters that were redriven included."""
     last_event_id: UUID | None
     last_occurred_at: datetime | None
     lag: float | None
@@ -296,6 +296,12 @@ def report_position(
         "seen_at": from_now(),
     }
     connection.execute(update(table).where(table.c.id == stable_hash(name)).values(values))
+
+
+def count_handled(connection: Connection, name: str, handled: int) -> None:
+    """So many messages more were dealt with, elsewhere than in a process that runs the consumer."""
+    table = consumers_table
+    connection.execute(update(table).where(table.c.id == stable_hash(name)).values(handled=table.c.handled + handled))
 
 
 def consumers(connection: Connection) -> list[ConsumerRecord]:
