@@ -194,14 +194,26 @@ class TestRedrive:
 
     @on_sqlite
     @pytest.mark.usefixtures("rejected")
-    def test_a_signal_stops_between_two_letters(self, pillarbox: CommandLine) -> None:
-        be_generous(pillarbox)
+    def test_all_and_a_filter_or_a_name(self, pillarbox: CommandLine) -> None:
+        for more in (["1"], ["--kind", "poison"], ["--consumer", "bills"]):
+            complaint = pillarbox.complaint("dlq", "redrive", "shop:box", "--all", *more, code=Exit.USAGE)
+            assert "--all goes with no ID and no filter" in complaint
+
+    @on_sqlite
+    @pytest.mark.usefixtures("rejected")
+    @pytest.mark.parametrize("outcome", ["done", "failed"])
+    def test_a_signal_stops_between_two_letters_whatever_came_of_the_first(
+        self, pillarbox: CommandLine, outcome: str
+    ) -> None:
+        if outcome == "done":
+            be_generous(pillarbox)
         process = pillarbox.start("dlq", "redrive", "shop:box", "--all", "--rate", "0.01", "--json")
-        wait_until(lambda: sum(line.startswith("done") for line in notes(pillarbox)) == 1, "the first one to be done")
-        wait_until(lambda: audit(pillarbox)[0]["details"]["outcome"] == "done", "it to be noted")
+        wait_until(
+            lambda: [it["details"].get("outcome") for it in audit(pillarbox)] == [outcome], "the first one to be noted"
+        )
         process.send_signal(signal.SIGTERM)
         said = json.loads(process.communicate(timeout=60)[0])
-        assert (process.returncode, said["done"], said["left"]) == (Exit.TERMINATED, 1, 2)
+        assert (process.returncode, said[outcome], said["left"]) == (Exit.TERMINATED, 1, 2)
 
 
 class TestEdit:
