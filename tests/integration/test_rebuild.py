@@ -682,16 +682,19 @@ async def test_grants_and_policies_stay(postgres_box: Pillarbox) -> None:
 
 async def test_the_small_form_of_the_proof(postgres_database: Database) -> None:
     """See ``make prove-rebuild``."""
-    url, over = postgres_database.url(), asyncio.Event()
+    url, begun, over = postgres_database.url(), asyncio.Event(), asyncio.Event()
     await proof.set_up(url, 3_000)
-    living = asyncio.create_task(proof.live(url, 100, 7, over.is_set))
+    living = asyncio.create_task(proof.live(url, 100, 7, over.is_set, begun.set))
     try:
+        async with asyncio.timeout(60):
+            await begun.wait()
         done = await proof.rebuild(url)
     finally:
         over.set()
         life = await living
     assert await proof.violations(url, done, life) == []
     assert life.queries
+    assert life.written
 
 
 async def test_a_letter_that_is_mended_meanwhile_has_its_effect(box: Pillarbox) -> None:

@@ -144,13 +144,14 @@ class Life:
     slowest: float = 0.0
 
 
-async def live(url: str, rate: int, seed: int, is_over: Callable[[], bool]) -> Life:
-    """Write, project and read until it is over; then project the rest."""
+async def live(url: str, rate: int, seed: int, is_over: Callable[[], bool], begun: Callable[[], object]) -> Life:
+    """Write, project and read until it is over; then project the rest. ``begun`` is called when all are at work."""
     life, draw = Life(), random.Random(seed)
     box, consumer = projected(url)
     async with box:
         running = asyncio.create_task(consumer.run())
         async with asyncio.TaskGroup() as group:
+            group.create_task(_tell_when_at_work(consumer, life, begun, is_over))
             group.create_task(_write(box, rate, draw, life, is_over))
             for _ in range(READERS):
                 group.create_task(_read(box, life, is_over))
@@ -159,6 +160,16 @@ async def live(url: str, rate: int, seed: int, is_over: Callable[[], bool]) -> L
         await consumer.drain()
     await box.engine.dispose()
     return life
+
+
+async def _tell_when_at_work(
+    consumer: Consumer, life: Life, begun: Callable[[], object], is_over: Callable[[], bool]
+) -> None:
+    while not is_over():
+        if life.written and life.queries >= READERS and consumer.status()["handled"]:
+            begun()
+            return
+        await asyncio.sleep(0.01)
 
 
 async def _write(box: Pillarbox, rate: int, draw: random.Random, life: Life, is_over: Callable[[], bool]) -> None:
@@ -195,7 +206,7 @@ async def _read(box: Pillarbox, life: Life, is_over: Callable[[], bool]) -> None
 
 
 def _in_process(url: str, rate: int, seed: int, pipe: Pipe) -> None:
-    life = asyncio.run(live(url, rate, seed, pipe.poll))
+    life = asyncio.run(live(url, rate, seed, pipe.poll, lambda: pipe.send("begun")))
     pipe.send(asdict(life))
 
 
@@ -238,8 +249,13 @@ def prove(url: str, events: int, rate: int, seed: int) -> dict[str, Any]:
     """The ledger. What is wrong is in its ``violations``."""
     asyncio.run(set_up(url, events))
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_in_process, args=(url, rate, seed, theirs))
+    given = (url, rate, seed, theirs)
+    process = multiprocessing.get_context("spawn").Process(target=_in_process, args=given, daemon=True)
     process.start()
+    theirs.close()  # so that we are told if the process ends
+    if not mine.poll(60):
+        raise TimeoutError("writer, projection and readers are not at work after a minute")
+    mine.recv()
     stages: dict[Stage, float] = {}
     began = time.monotonic()
 
@@ -247,7 +263,6 @@ def prove(url: str, events: int, rate: int, seed: int) -> dict[str, Any]:
         if progress.stage not in stages:
             stages[progress.stage] = round(time.monotonic() - began, 1)
 
-    time.sleep(3)  # until writers and readers are at work
     done = asyncio.run(rebuild(url, tell))
     mine.send("over")
     life = msgspec.convert(mine.recv(), Life)
