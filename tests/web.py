@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Starlette recommends another HTTP client, which does the same
     from fastapi.testclient import TestClient
 
-__all__ = ["ROOT", "Process", "TestClient", "client", "free_port"]
+__all__ = ["ROOT", "Process", "TestClient", "client", "environment", "free_port"]
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +29,12 @@ ROOT = Path(__file__).parent.parent
 def client(app: Any, **options: Any) -> httpx.AsyncClient:
     """A client of an application in this process. Its lifespan is not run."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, **options), base_url="http://test")
+
+
+def environment(*without: str) -> dict[str, str]:
+    """What people have who have not set these variables, with our commands on their path."""
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"}
 
 
 def free_port() -> int:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -20,9 +17,9 @@ import pytest
 from examples.orders.transport import WarehouseTransport
 from pillarbox import Message
 from pillarbox.transport import Outcome, Verdict
-from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
+from tests.readme import Reader, dead_links
 from tests.servers import Database, DatabaseServer, Server, wait_until
-from tests.web import ROOT, Process, free_port
+from tests.web import ROOT, Process, environment, free_port
 
 README = ROOT / "examples" / "orders" / "README.md"
 TEA = {"customer": "Ada", "article": "tea", "quantity": 2, "total_cents": 840}
@@ -33,10 +30,8 @@ class Town:
 
     def __init__(self, folder: Path, **variables: str) -> None:
         ports = {"orders": free_port(), "orders.warehouse": free_port()}
-        kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "WAREHOUSE_URL")}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-        self.environment = kept | {"PATH": path, "WAREHOUSE_URL": f"http://127.0.0.1:{ports['orders.warehouse']}"}
-        self.environment |= variables
+        warehouse = f"http://127.0.0.1:{ports['orders.warehouse']}"
+        self.environment = environment("DATABASE_URL") | {"WAREHOUSE_URL": warehouse} | variables
         self.service, self.warehouse = (
             Process(
                 ["-m", f"examples.{name}", "--port", str(port)],
@@ -159,69 +154,37 @@ class TestTheWayToTheWarehouse:
         assert [list(asyncio.run(self.send(transport)).accepted) for _ in range(2)] == [[0], [0]]
 
 
-class Reader:
-    """Does what the page says, from top to bottom."""
+class OrdersReader(Reader):
+    """Knows the order that was placed last, and its event."""
 
     def __init__(self, town: Town) -> None:
-        self._town = town
+        starts = {"make example": town.service, "python -m examples.orders.warehouse": town.warehouse}
+        super().__init__(
+            README, town.environment, {line: partial(town.start, process) for line, process in starts.items()}
+        )
+        self._addresses = {"localhost:8000": town.service.url, "localhost:8001": town.warehouse.url}
         self._order = ""
 
-    def follow(self) -> None:
-        for block in blocks_of(README):
-            if block.language == "sh":
-                [line] = block.lines
-                starts = {"make example": self._town.service}
-                self._town.start(starts.get(line, self._town.warehouse))
-                assert line in ("make example", "python -m examples.orders.warehouse")
-            elif block.language == "console":
-                for each in commands_of(block):
-                    self._do(each.command.removeprefix("$ "), each.output, f"README.md, line {each.line}")
-
-    def _do(self, command: str, shown: list[str], where: str) -> None:
-        """Do it; what only looks is done until it shows what the page shows."""
-        printed = self._run(command)
-        if "--json '" in command:
-            self._order = json.loads(printed)["id"]
-        looks = "-X" not in command and "--json '" not in command and "redrive" not in command
-
-        def as_shown() -> bool:
-            nonlocal printed
-            if matches(shown, printed.splitlines()):
-                return True
-            printed = self._run(command) if looks else printed
-            return False
-
-        try:
-            wait_until(as_shown, where, seconds=30 if looks else 0)
-        except TimeoutError:
-            pytest.fail(f"{where}: {command} prints\n{printed}")
-
-    def _run(self, command: str) -> str:
-        for name, process in (("localhost:8000", self._town.service), ("localhost:8001", self._town.warehouse)):
-            command = command.replace(name, process.url.removeprefix("http://"))
-        command = command.replace("ORDER_ID", self._order)
+    def filled_in(self, command: str) -> str:
+        for address, url in self._addresses.items():
+            command = command.replace(address, url.removeprefix("http://"))
         if "EVENT_ID" in command:
             command = command.replace("EVENT_ID", self._newest_event())
-        return self._call(shlex.split(command))
+        return command.replace("ORDER_ID", self._order)
+
+    def note(self, command: str, printed: str) -> None:
+        if " --json " in command:
+            self._order = json.loads(printed)["id"]
 
     def _newest_event(self) -> str:
         """What a reader finds in the column EVENT."""
-        listed = self._call(["pillarbox", "outbox", "list", "--json", "--type", "orders.order.placed"])
+        listed = self.call("pillarbox outbox list --json --type orders.order.placed")
         event: str = max(json.loads(listed)["deliveries"], key=lambda found: int(found["id"]))["event_id"]
         return event
 
-    def _call(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command, env=self._town.environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        return done.stdout
-
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:
-    targets = LINK.findall(README.read_text("utf-8"))
-    assert targets
-    assert [target for target in targets if not (README.parent / target).exists()] == []
+    assert dead_links(README) == []
 
 
 def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server]) -> None:
@@ -230,7 +193,7 @@ def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server])
     server.drop("pillarbox")  # as a newcomer has it
     town = Town(tmp_path)
     try:
-        Reader(town).follow()
+        OrdersReader(town).follow()
         assert f"open {town.service.url}/docs " in town.service.log.read_text("utf-8")
         assert httpx.get(f"{town.service.url}/docs").is_success
     finally:

@@ -5,10 +5,6 @@ Redis; and its README, command by command.
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +19,9 @@ import pytest
 from pillarbox import Message, Pillarbox, Reject
 from pillarbox.inbox import Letter, LetterKind
 from pillarbox.transports.memory import MemoryTransport
-from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
+from tests.readme import Reader, dead_links
 from tests.servers import Database, DatabaseServer, Pulsar, Server, Servers, wait_until
-from tests.web import ROOT, Process, TestClient, free_port
+from tests.web import ROOT, Process, TestClient, environment, free_port
 
 README = ROOT / "examples" / "route_plans" / "README.md"
 VARIABLES = ("DATABASE_URL", "PULSAR_URL", "REDIS_URL")
@@ -288,18 +284,11 @@ class TestWhatABrokerMayDo:
 # -- in a process of its own -------------------------------------------------------------------------------------------
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """What people have who have set these variables."""
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return kept | {"PATH": path} | variables
-
-
 def process(folder: Path, **variables: str) -> Process:
     """The service as people start it."""
     port = free_port()
     command = ["-m", "examples.route_plans", "--port", str(port)]
-    return Process(command, port, folder / "log", environment=environment(**variables))
+    return Process(command, port, folder / "log", environment=environment(*VARIABLES) | variables)
 
 
 def test_on_pulsar_and_redis(postgres_database: Database, pulsar: Pulsar, redis_url: str, tmp_path: Path) -> None:
@@ -334,55 +323,24 @@ def topic_exists(pulsar: Pulsar, name: str) -> bool:
     return f"persistent://public/default/{name}" in topics
 
 
-class Reader:
-    """Does what the page says, from top to bottom."""
+class PlansReader(Reader):
+    """Knows where the next page begins."""
 
     def __init__(self, service: Process) -> None:
-        self._service = service
+        super().__init__(README, environment(*VARIABLES), {"python -m examples.route_plans": service.start})
+        self._address = service.url.removeprefix("http://")
         self._next = ""
 
-    def follow(self) -> None:
-        for block in blocks_of(README):
-            if block.language == "sh":
-                assert block.lines == ["python -m examples.route_plans"]
-                self._service.start()
-            elif block.language == "console":
-                for each in commands_of(block):
-                    self._do(each.command.removeprefix("$ "), each.output, f"README.md, line {each.line}")
+    def filled_in(self, command: str) -> str:
+        return command.replace("localhost:8000", self._address).replace("NEXT", self._next)
 
-    def _do(self, command: str, shown: list[str], where: str) -> None:
-        """Do it; what only looks is done until it shows what the page shows."""
-        command = command.replace("localhost:8000", self._service.url.removeprefix("http://"))
-        command = command.replace("NEXT", self._next)
-        printed = self._run(command)
-        looks = not any(each in command for each in (" -X ", " --json ", " redrive "))
-
-        def as_shown() -> bool:
-            nonlocal printed
-            if matches(shown, printed.splitlines()):
-                return True
-            printed = self._run(command) if looks else printed
-            return False
-
-        try:
-            wait_until(as_shown, where, seconds=30 if looks else 0)
-        except TimeoutError:
-            pytest.fail(f"{where}: {command} prints\n{printed}")
+    def note(self, _command: str, printed: str) -> None:
         if '"next":"' in printed:
             self._next = json.loads(printed)["next"]
 
-    def _run(self, command: str) -> str:
-        done = subprocess.run(
-            shlex.split(command), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        return done.stdout
-
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:
-    targets = LINK.findall(README.read_text("utf-8"))
-    assert targets
-    assert [target for target in targets if not (README.parent / target).exists()] == []
+    assert dead_links(README) == []
 
 
 def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server]) -> None:
@@ -391,7 +349,7 @@ def test_the_readme_is_true(tmp_path: Path, use_server: Callable[[str], Server])
     server.drop("pillarbox")  # as a newcomer has it
     service = process(tmp_path)
     try:
-        Reader(service).follow()
+        PlansReader(service).follow()
         assert f"open {service.url}/docs " in service.log.read_text("utf-8")
         assert httpx.get(f"{service.url}/docs").is_success
     finally:
