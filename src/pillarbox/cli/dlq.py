@@ -18,27 +18,24 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..app import Pillarbox
-from ..codecs.cloudevents import CloudEventsCodec
-from ..codecs.json import parse_object
-from ..errors import EventError
 from ..inbox import Letter, LetterFilter, LetterKind, LetterState
-from ..payload import plain as exact
 from ..redaction import redacted
 from ..stores import correspondence
 from ..stores.letters import SqlLetters
 from ..stores.operations import Author
-from ..transport import Capabilities
+from .bodies import check_body
 from .database import ask, change, changing, load_settings, run
 from .outbox import signals
 from .output import (
     CommandError,
     Exit,
-    Number,
     Whole,
     check_text,
     confirm,
     confirmed,
     emit,
+    for_many,
+    need_reason,
     number,
     options,
     plain,
@@ -195,10 +192,7 @@ def _text(body: bytes) -> str:
 def _selecting(command: _Command) -> _Command:
     """The arguments of commands that do something with many letters."""
     for option in (
-        signed,
-        click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second."),
-        click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first."),
-        click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
+        for_many,
         _filters,
         click.argument("ids", type=Whole(1), nargs=-1, metavar="[ID]..."),
     ):
@@ -425,7 +419,7 @@ def discard(
 
     --reason is required. Ctrl-C and SIGTERM stop between two letters.
     """
-    _check_reason(reason, "the letters are discarded")
+    need_reason(reason, "why the letters are discarded")
     passage = _Passage("discard", _selected(ids, everything, kinds, filters), limit)
     settings = load_settings(config)
     run(ask(settings, passage.look))
@@ -447,11 +441,6 @@ async def _discard(engine: AsyncEngine, author: Author, letter: Letter) -> tuple
     return Outcome.DONE if closed else Outcome.GONE, None
 
 
-def _check_reason(reason: str | None, what: str) -> None:
-    if not reason:
-        raise click.UsageError(f"Missing option '--reason': say why {what}.")
-
-
 # -- editing -----------------------------------------------------------------------------------------------------------
 
 
@@ -471,12 +460,13 @@ def edit(
     dry_run: bool,
 ) -> None:
     """Let a redrive use another body. The original one is kept. --reason is required."""
-    _check_reason(reason, "the body is changed")
+    need_reason(reason, "why the body is changed")
     settings = load_settings(config)
     letter = run(ask(settings, lambda it: _letter(it, letter_id)))
     if letter.state is not LetterState.OPEN:
         raise CommandError(_closed(letter_id, f"it is {letter.state}"), Exit.PROBLEM)
-    new = _checked(body.read(), letter)
+    new = body.read()
+    _check_body(new, letter)
     entry = None
     if not dry_run:
         entry = run(change(settings, lambda it: correspondence.edit(it, letter_id, new, Author(by, reason))))
@@ -491,20 +481,9 @@ def _closed(letter_id: int, why: str) -> str:
     return f"letter {letter_id} is not open any more: {why}"
 
 
-def _checked(body: bytes, letter: Letter) -> bytes:
-    """The body, if a consumer could read it. Which event it is cannot be changed: the inbox knows it by its id."""
-    limit = max(len(letter.message.body), Capabilities().max_body_bytes)
-    if len(body) > limit:
-        raise CommandError(f"the body has {len(body):,} bytes, and {limit:,} are allowed", Exit.PROBLEM)
-    kind = letter.message.headers.get("content_type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        return body
-    try:
-        exact(parse_object(body))
-        if kind == CloudEventsCodec.content_type:
-            event_id = CloudEventsCodec().decode(body, letter.message.headers).event_id
-            if letter.event_id not in (None, event_id):
-                raise CommandError(f"the body is that of another event: its id must be {letter.event_id}", Exit.PROBLEM)
-    except EventError as error:
-        raise CommandError(f"the body cannot be read as {kind}: {error}", Exit.PROBLEM) from None
-    return body
+def _check_body(new: bytes, letter: Letter) -> None:
+    """Which event it is cannot be changed: the inbox knows it by its id."""
+    message = letter.message
+    event = check_body(new, message.body, message.headers.get("content_type", "application/json"), message.headers)
+    if event is not None and letter.event_id not in (None, event.event_id):
+        raise CommandError(f"the body is that of another event: its id must be {letter.event_id}", Exit.PROBLEM)

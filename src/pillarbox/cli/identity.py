@@ -10,7 +10,7 @@ import click
 from ..stores import identity
 from ..stores.operations import Author
 from .database import change, load_settings, run
-from .output import confirm, confirmed, emit, number, options, signed
+from .output import confirm, confirmed, emit, need_reason, number, options, signed
 
 
 @click.command("new-install-id")
@@ -24,8 +24,7 @@ def command(config: Path | None, as_json: bool, *, yes: bool, by: str, reason: s
     and would drop new events as known. And for a copy of the files whose source goes on. Relays must be stopped.
     --reason is required.
     """
-    if not reason:
-        raise click.UsageError("Missing option '--reason': say what has happened to the database.")
+    need_reason(reason, "what has happened to the database")
     settings = load_settings(config)
     report: dict[str, Any] = {"install_id": None, "batches": None, "audit": None, "dry_run": dry_run}
     told = "nothing was done"

@@ -21,29 +21,27 @@ import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
-from ..codecs.cloudevents import CloudEventsCodec
 from ..codecs.json import parse_object
-from ..errors import EventError
 from ..outbox import Status
-from ..payload import plain as exact
 from ..settings import Settings
 from ..stores import inspection, operations
 from ..stores.inspection import AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Author, Run, Selection
-from ..transport import Capabilities
+from .bodies import check_body
 from .convert import command as convert
 from .database import ask, change, changing, load_settings, run
 from .identity import command as new_install_id
 from .output import (
     CommandError,
     Exit,
-    Number,
     Whole,
     age,
     check_text,
     confirm,
     confirmed,
     emit,
+    for_many,
+    need_reason,
     number,
     options,
     plain,
@@ -89,12 +87,7 @@ def _filters(command: _Command) -> _Command:
     for option in (
         click.option("--key", metavar="KEY", callback=check_text),
         click.option("--tenant", metavar="TENANT", callback=check_text),
-        click.option(
-            "--type",
-            metavar="PATTERN",
-            callback=_check_pattern,
-            help="Event name; * is one part, ** at the end the rest.",
-        ),
+        click.option("--type", metavar="PATTERN", callback=_check_pattern, help=_PATTERN_HELP),
         click.option("--route", metavar="NAME", callback=check_text),
     ):
         command = option(command)
@@ -210,10 +203,7 @@ def _selecting(action: Action) -> Callable[[_Command], _Command]:
 
     def decorate(command: _Command) -> _Command:
         for option in (
-            signed,
-            click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second."),
-            click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first."),
-            click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
+            for_many,
             click.option("--older-than", metavar="TIME", callback=duration, help="Age: 90s, 15min, 2h, 7d."),
             _filters,
             click.option(
@@ -399,11 +389,10 @@ def edit(
 
     The old body is kept in the audit trail. --reason is required.
     """
-    if not reason:
-        raise click.UsageError("Missing option '--reason': say why the body is changed.")
+    need_reason(reason, "why the body is changed")
     settings, new_id = load_settings(config), clock.current().new_id()
     delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
-    new = _checked(body.read(), delivery, limit=max(len(old), Capabilities().max_body_bytes), event_id=new_id)
+    new = _checked(body.read(), old, delivery, new_id)
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
     report |= {"bytes": len(new), "audit": None, "unserved": [], "dry_run": dry_run}
     if not dry_run:
@@ -441,23 +430,12 @@ def _edit(connection: Connection, delivery: Details, author: Author, **bodies: A
     return entry, operations.unserved_requests(connection, Run(audit=entry))
 
 
-def _checked(body: bytes, delivery: Details, *, limit: int, event_id: UUID) -> bytes:
-    """The body as it will be sent, if a consumer could read it."""
-    if len(body) > limit:
-        raise CommandError(f"the body has {len(body):,} bytes, and {limit:,} are allowed", Exit.PROBLEM)
-    kind = (delivery.content_type or "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        return body
-    try:
-        content = parse_object(body)
-        exact(content)
-        if kind != CloudEventsCodec.content_type:
-            return body
-        CloudEventsCodec().decode(body, delivery.headers)
-    except EventError as error:
-        raise CommandError(f"the body cannot be sent as {kind}: {error}", Exit.PROBLEM) from None
+def _checked(new: bytes, old: bytes, delivery: Details, event_id: UUID) -> bytes:
+    """The body as it will be sent."""
+    if check_body(new, old, delivery.content_type or "", delivery.headers) is None:
+        return new
     # There the identity is part of the body: with the old one, consumers would take it for a duplicate.
-    return msgspec.json.encode(content | {"id": str(event_id)})
+    return msgspec.json.encode(parse_object(new) | {"id": str(event_id)})
 
 
 from . import retention  # noqa: E402, F401  it adds its commands to ours, and needs what is above

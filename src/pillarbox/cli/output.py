@@ -78,6 +78,20 @@ def signed(command: _Command) -> _Command:
     return by(reason(dry_run(command)))
 
 
+def need_reason(reason: str | None, what: str) -> None:
+    """For commands of which somebody will ask one day why it was done."""
+    if not reason:
+        raise click.UsageError(f"Missing option '--reason': say {what}.")
+
+
+def for_many(command: _Command) -> _Command:
+    """The options of commands that do something with many rows, and leave their traces in the audit trail."""
+    everything = click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice.")
+    limit = click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first.")
+    rate = click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second.")
+    return everything(limit(rate(signed(command))))
+
+
 def confirmed(command: _Command) -> _Command:
     """The option of commands that `confirm` what they do."""
     return click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")(command)

@@ -13,7 +13,7 @@ from ..stores import rebase
 from ..stores.operations import Author
 from ..stores.rebase import Survey
 from .database import ask, load_settings, opened, run
-from .output import confirm, confirmed, emit, number, options, signed
+from .output import confirm, confirmed, emit, need_reason, number, options, signed
 
 
 @click.command("rebase")
@@ -40,8 +40,7 @@ def command(
     What the source had not sent goes on from here, in its order. Refused on a database that is no copy. --reason is
     required. Can be stopped and begun again.
     """
-    if not reason:
-        raise click.UsageError("Missing option '--reason': say where this copy comes from.")
+    need_reason(reason, "where this copy comes from")
     settings = load_settings(config)
     found = run(ask(settings, rebase.survey))
     report: dict[str, Any] = {**asdict(found), "install_id": None, "audit": None, "dry_run": dry_run}
