@@ -8,7 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import pytest
 from sqlalchemy import Dialect, Engine, event
@@ -30,7 +30,10 @@ from tests.servers import (
     installable,
 )
 
-FreshDatabase = Callable[[str], Database]
+
+class FreshDatabase(Protocol):
+    def __call__(self, kind: str, *, empty: bool = False) -> Database: ...
+
 
 USED, MISSING = "server used", "server missing"  # what a test's report says about servers
 
@@ -90,12 +93,15 @@ def use_server(servers: Servers, request: pytest.FixtureRequest) -> Callable[[st
 
 @pytest.fixture
 def fresh_database(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[FreshDatabase]:
-    """Make a new, empty database: `fresh_database("mariadb")`. All are dropped at the end of the test."""
+    """Make a new database: `fresh_database("mariadb")`. All are dropped at the end of the test.
+
+    Whoever works in it migrates it, which may have been done: with ``empty=True`` it was not.
+    """
     made: list[Database] = []
 
-    def fresh(kind: str) -> Database:
+    def fresh(kind: str, *, empty: bool = False) -> Database:
         use_server(kind)
-        made.append(servers.create_database(kind))
+        made.append(servers.create_database(kind, empty=empty))
         return made[-1]
 
     yield fresh
@@ -105,8 +111,14 @@ def fresh_database(servers: Servers, use_server: Callable[[str], Server]) -> Ite
 
 @pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
-    """An empty database; the test runs once for each kind."""
+    """A database of one's own; the test runs once for each kind."""
     return fresh_database(request.param)
+
+
+@pytest.fixture(params=DATABASES)
+def empty_database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
+    """The same, for tests that make its tables themselves."""
+    return fresh_database(request.param, empty=True)
 
 
 @pytest.fixture

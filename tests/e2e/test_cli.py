@@ -124,8 +124,8 @@ def embedded(use_server: Callable[[str], Server]) -> None:
 
 @pytest.fixture(params=["embedded", "mariadb", "sqlite"])
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase, pillarbox: CommandLine) -> Database:
-    """An empty database that commands use, once for each dialect."""
-    database = fresh_database(request.param)
+    """A database that commands use, once for each dialect; an empty one, unless the test wants it migrated."""
+    database = fresh_database(request.param, empty="migrated" not in request.fixturenames)
     pillarbox.use(database.url())
     return database
 
@@ -485,7 +485,7 @@ class TestMigrate:
 
     def test_the_printed_statements_do_the_same(self, pillarbox: CommandLine, fresh_database: FreshDatabase) -> None:
         for kind, dialect in (("sqlite", "sqlite"), ("embedded", "postgresql")):
-            database = fresh_database(kind)
+            database = fresh_database(kind, empty=True)
             pillarbox.use(database.url())
             statements = pillarbox("migrate", "--sql", "--dialect", dialect).stdout
             if database.is_postgres:
@@ -694,7 +694,7 @@ class TestDoctor:
     def test_h09_a_server_that_forgets(
         self, pillarbox: CommandLine, fresh_database: FreshDatabase, kind: str, what: str
     ) -> None:
-        pillarbox.use(fresh_database(kind).url())
+        pillarbox.use(fresh_database(kind, empty=True).url())
         found = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["durability"]
         assert (found["state"], found["found"]) == ("warning", what)
         assert "may lose committed events" in found["remedy"]

@@ -37,7 +37,7 @@ async def drain(url: str) -> str:
 @pytest.fixture
 def copy(fresh_database: FreshDatabase, pillarbox: CommandLine) -> Database:
     """A dump with two deliveries on their way and one that nobody has looked at, restored."""
-    source, copy = fresh_database("embedded"), fresh_database("embedded")
+    source, copy = fresh_database("embedded"), fresh_database("embedded", empty=True)
     asyncio.run(fill(source.url()))
     assert isinstance(source.server, Postgres)
     dump(source.server.address(source.name), source.server.address(copy.name))

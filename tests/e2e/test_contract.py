@@ -25,25 +25,27 @@ def run(program: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("kind", SYNC)
 def test_quickstart(fresh_database: FreshDatabase, kind: str) -> None:
-    assert "2 sent, in order; 1 handled here" in run("quickstart.py", fresh_database(kind).url())
+    assert "2 sent, in order; 1 handled here" in run("quickstart.py", fresh_database(kind, empty=True).url())
 
 
 @pytest.mark.parametrize("kind", SYNC)
 def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
-    database = fresh_database(kind)
+    database = fresh_database(kind, empty=True)
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
 
 
 @pytest.mark.parametrize("kind", SYNC)
 def test_consumer(fresh_database: FreshDatabase, kind: str) -> None:
-    assert "3 invoices from 4 orders delivered twice; 1 rejected" in run("consumer.py", fresh_database(kind).url())
+    assert "3 invoices from 4 orders delivered twice; 1 rejected" in run(
+        "consumer.py", fresh_database(kind, empty=True).url()
+    )
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["embedded", "mariadb"])
 def test_pulsar_exactly_once(fresh_database: FreshDatabase, pulsar: Pulsar, kind: str) -> None:
     """It takes more than a minute, as it kills 25 relays at its own pace."""
-    said = run("pulsar_exactly_once.py", fresh_database(kind).url(), pulsar.url, pulsar.admin_url)
+    said = run("pulsar_exactly_once.py", fresh_database(kind, empty=True).url(), pulsar.url, pulsar.admin_url)
     assert "25 relays killed: each once, in order" in said
 
 

@@ -600,8 +600,8 @@ def test_a_name_that_another_relay_has(postgres: Town) -> None:
     assert "a relay called twin was there a moment ago" in done.stderr
 
 
-def test_a_database_that_is_not_migrated(town: Town, postgres_database: Database) -> None:
-    town.environment["SHOP_DATABASE"] = postgres_database.url()
+def test_a_database_that_is_not_migrated(town: Town, fresh_database: FreshDatabase) -> None:
+    town.environment["SHOP_DATABASE"] = fresh_database("embedded", empty=True).url()
     assert "pillarbox migrate" in town.complaint("shop:box", code=Exit.NOT_MIGRATED)
 
 

@@ -77,7 +77,7 @@ async def open_box(database: Database) -> AsyncIterator[tuple[Pillarbox, MemoryT
         Route("test.consumer.asked", to="broker", topic=TOPIC),
         Route("test.consumer.answered", to="broker", topic=REPLIES),
     ]
-    async with Pillarbox(engine, transports={"broker": broker}, routes=routes, shards=2) as box:
+    async with Pillarbox(engine, transports={"broker": broker}, routes=routes) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
@@ -709,7 +709,7 @@ async def test_a_handler_may_take_longer_than_the_brokers_deadline(sqlite_databa
     engine = create_async_engine(sqlite_database.url())
     broker = MemoryTransport(ack_deadline=0.1)
     routes = [Route("test.consumer.asked", to="broker", topic=TOPIC)]
-    async with Pillarbox(engine, transports={"broker": broker}, routes=routes, shards=2) as box:
+    async with Pillarbox(engine, transports={"broker": broker}, routes=routes) as box:
         await box.migrate()
         consumer = box.consumer("slow", source="broker", topics=[TOPIC])
         calls: list[int] = []

@@ -175,7 +175,7 @@ async def test_h09_a_server_without_fsync_is_warned_of(
 
 @pytest.mark.parametrize("how", ["COPY", "--inserts", "rows"])
 async def test_h107_a_copy_is_refused_and_its_source_goes_on(fresh_database: FreshDatabase, how: str) -> None:
-    source, target = fresh_database("embedded"), fresh_database("embedded")
+    source, target = fresh_database("embedded"), fresh_database("embedded", empty=True)
     assert isinstance(source.server, Postgres)
     addresses = source.server.address(source.name), source.server.address(target.name)
     async with outbox(source.url()) as before, outbox(target.url()) as copy:

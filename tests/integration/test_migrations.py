@@ -16,30 +16,31 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection, create_engine, inspect, make_url, select, text, update
+from sqlalchemy import Connection, create_engine, insert, inspect, make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 import pillarbox.alembic
 from pillarbox import Pillarbox
 from pillarbox.errors import ConfigurationError, NotMigratedError
 from pillarbox.inbox import Admission, Arrival, consumer_id, digest_of
-from pillarbox.outbox import Batch
+from pillarbox.outbox import SHARDS, Batch
+from pillarbox.stores.columns import from_now
 from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
-from pillarbox.stores.tables import metadata, outbox
+from pillarbox.stores.tables import lanes, metadata, outbox, routes
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
 from tests.servers import Database
 
-SYNC = {"embedded": "psycopg", "system": "psycopg2", "mariadb": "pymysql", "sqlite": "pysqlite"}
+SYNC = {"embedded": "psycopg", "mariadb": "pymysql", "sqlite": "pysqlite"}
 
 
 @pytest.fixture
-async def engine(database: Database) -> AsyncIterator[AsyncEngine]:
-    engine = create_async_engine(database.url())
+async def engine(empty_database: Database) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(empty_database.url())
     yield engine
     await engine.dispose()
 
@@ -54,6 +55,16 @@ async def _run_step(engine: AsyncEngine, number: int) -> None:
         await connection.run_sync(
             lambda connection: run_step(Operations(MigrationContext.configure(connection)), number)
         )
+
+
+def _register_as_before(connection: Connection) -> None:
+    """As releases did that knew the first steps only."""
+    retry = {"retry_base": ROUTE.retry.base, "retry_cap": ROUTE.retry.cap, "retry_attempts": ROUTE.retry.attempts}
+    more = {"on_failure": ROUTE.on_failure.value, "updated_at": from_now(), **retry}
+    connection.execute(
+        insert(routes).values(id=ROUTE.id, name=ROUTE.name, destination=ROUTE.destination, topic=ROUTE.topic, **more)
+    )
+    connection.execute(insert(lanes), [{"route": ROUTE.id, "shard": shard} for shard in range(SHARDS)])
 
 
 async def _rows(engine: AsyncEngine) -> Sequence[Any]:
@@ -86,7 +97,7 @@ class TestMigrate:
         await _run_step(engine, 1)
         store, row = QueueStore(engine), delivery()
         async with engine.begin() as connection:
-            await connection.run_sync(store.register, [ROUTE])
+            await connection.run_sync(_register_as_before)
             await connection.run_sync(store.append, [row, delivery(), delivery()])
             first = (await connection.execute(select(outbox.c.id).order_by(outbox.c.id).limit(1))).scalar_one()
             await connection.execute(update(outbox).where(outbox.c.id == first).values(status="SENT"))
@@ -105,7 +116,7 @@ class TestMigrate:
             await _run_step(engine, number)
         store = QueueStore(engine)
         async with engine.begin() as connection:
-            await connection.run_sync(store.register, [ROUTE])
+            await connection.run_sync(_register_as_before)
             await connection.run_sync(store.append, [delivery()])
         before = await _rows(engine)
         assert await _migrate(engine) == len(STEPS) - 5
@@ -115,6 +126,13 @@ class TestMigrate:
             arrival = Arrival(uuid4(), 1, digest_of(b""))
             for expected in (Admission.NEW, Admission.DUPLICATE):
                 assert await connection.run_sync(SqlInbox().admit, consumer_id("late"), None, [arrival]) == [expected]
+
+    async def test_a_database_that_lacks_a_step_says_what_to_do(self, engine: AsyncEngine) -> None:
+        for number in range(1, len(STEPS)):
+            await _run_step(engine, number)
+        async with engine.begin() as connection:
+            with pytest.raises(NotMigratedError, match="pillarbox migrate"):
+                await connection.run_sync(QueueStore(engine).register, [ROUTE])
 
     async def test_the_steps_make_what_the_tables_say(
         self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +171,8 @@ class TestMigrate:
         assert "CREATE VIEW outbox_events" in printed
         assert any(function in printed for function in ("gen_random_uuid()", "UUID()", "randomblob(16)"))
 
-    async def test_the_printed_sql_makes_the_same_schema(self, database: Database) -> None:
+    async def test_the_printed_sql_makes_the_same_schema(self, empty_database: Database) -> None:
+        database = empty_database
         engine = create_engine(database.url(SYNC[database.kind]))
         with engine.begin() as connection:
             for statement in _statements(migration_sql(engine.dialect)):
@@ -182,8 +201,8 @@ class TestMigrate:
                 with pytest.raises(Exception, match="lock timeout"):
                     await _migrate(box.engine)
 
-    async def test_the_rest_of_the_transaction_waits_as_long_as_before(self, postgres_database: Database) -> None:
-        engine = create_async_engine(postgres_database.url())
+    async def test_the_rest_of_the_transaction_waits_as_long_as_before(self, fresh_database: FreshDatabase) -> None:
+        engine = create_async_engine(fresh_database("embedded", empty=True).url())
         async with engine.begin() as connection:
             await connection.execute(text("SET LOCAL lock_timeout = '77s'"))
             await connection.run_sync(migrate)
@@ -200,7 +219,7 @@ class TestShards:
     async def test_h96_the_number_of_shards_is_fixed_when_the_tables_are_made(
         self, fresh_database: FreshDatabase
     ) -> None:
-        url = fresh_database("sqlite").url()
+        url = fresh_database("sqlite", empty=True).url()
         async with order_box(url, shards=4) as box:
             await set_up(box)
             [route] = (await box.store.census()).routes

@@ -58,7 +58,7 @@ async def cache(request: pytest.FixtureRequest) -> AsyncIterator[Cache]:
 @pytest.fixture
 async def box(postgres_database: Database) -> AsyncIterator[Pillarbox]:
     engine = create_async_engine(postgres_database.url())
-    async with Pillarbox(engine, shards=2) as box:
+    async with Pillarbox(engine) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)

@@ -50,7 +50,7 @@ async def box(postgres_database: Database, pulsar: Pulsar, topic: str) -> AsyncI
     engine = create_async_engine(postgres_database.url())
     transport = PulsarTransport(pulsar.url, guarantee="at_least_once")
     routes = [Route("test.pulsar-consumer.*", to="pulsar", topic=topic + "-{tenant}")]
-    async with Pillarbox(engine, transports={"pulsar": transport}, routes=routes, shards=2) as box:
+    async with Pillarbox(engine, transports={"pulsar": transport}, routes=routes) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)

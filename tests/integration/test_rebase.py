@@ -51,7 +51,7 @@ class Places:
 
     async def empty(self, where: str) -> tuple[Outbox, str]:
         if where == "the same server":
-            database = self._fresh("embedded")
+            database = self._fresh("embedded", empty=True)
             assert isinstance(database.server, Postgres)
             address = database.server.address(database.name)
         else:

@@ -7,18 +7,31 @@ import redis.asyncio
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from pillarbox.stores.migrations import migrate
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
 ASYNC_DRIVERS = ("asyncpg", "psycopg", "asyncmy", "aiomysql", "aiosqlite")
 
 
-def test_a_database_is_new_and_empty(database: Database) -> None:
-    engine = create_engine(database.url(database.server.drivers[-1]))
+def test_a_database_is_new_and_empty(empty_database: Database) -> None:
+    engine = create_engine(empty_database.url(empty_database.server.drivers[-1]))
     with engine.begin() as connection:
         assert inspect(connection).get_table_names() == []
         connection.execute(text("CREATE TABLE here (id INTEGER)"))
     engine.dispose()
+
+
+def test_a_database_that_is_migrated_already_is_nobody_elses(fresh_database: FreshDatabase, database: Database) -> None:
+    def install_id(of: Database) -> object:
+        engine = create_engine(of.url(of.server.drivers[-1]))
+        with engine.begin() as connection:
+            migrate(connection)
+            found = connection.execute(text("SELECT install_id FROM pillarbox_meta")).scalar_one()
+        engine.dispose()
+        return found
+
+    assert install_id(database) != install_id(fresh_database(database.kind))
 
 
 def test_two_databases_know_nothing_of_each_other(fresh_database: FreshDatabase, database: Database) -> None:

@@ -113,7 +113,7 @@ async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
 @pytest.fixture
 async def keeping(fresh_database: FreshDatabase) -> AsyncIterator[QueueStore]:
     """A store that has kept a connection, which takes statements at once."""
-    engine = create_async_engine(fresh_database("embedded").url(), pool_size=8)
+    engine = create_async_engine(fresh_database("embedded", empty=True).url(), pool_size=8)
     store = QueueStore(engine)
     store.keep()
     await store.fetch(PID, {})

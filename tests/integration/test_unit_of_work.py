@@ -37,6 +37,7 @@ from pillarbox.errors import (
     SessionSharedError,
 )
 from pillarbox.transports.memory import MemoryTransport
+from tests.conftest import FreshDatabase
 from tests.domain import (
     Base,
     DiscountConsidered,
@@ -125,8 +126,8 @@ class TestCommitAndRollback:
                 uow.add(order)
         assert await written(box.engine) == ["placed"]
 
-    async def test_a_database_without_tables_says_what_to_do(self, postgres_database: Database) -> None:
-        async with order_box(postgres_database.url()) as box:
+    async def test_a_database_without_tables_says_what_to_do(self, fresh_database: FreshDatabase) -> None:
+        async with order_box(fresh_database("embedded", empty=True).url()) as box:
             with pytest.raises(NotMigratedError, match="pillarbox migrate"):
                 async with box.unit_of_work() as uow:
                     uow.publish(OrderNoted(note="too early"), key="k")

@@ -457,7 +457,7 @@ async def test_a_subscriber_that_is_no_transport_gets_what_is_routed_to_its_topi
 
 @pytest.mark.parametrize("kind", ["embedded", "mariadb"])
 async def test_a_database_of_ones_own(fresh_database: FreshDatabase, kind: str, tmp_path: Path) -> None:
-    config = PillarboxConfig(box=box, metadata=Base.metadata, url=fresh_database(kind).url())
+    config = PillarboxConfig(box=box, metadata=Base.metadata, url=fresh_database(kind, empty=True).url())
     async with Harness(config, tmp_path) as harness:
         trouble["statistics"] = trouble["mail"] = ConnectionError("away")
         await place("o-1", "o-2")

@@ -131,10 +131,12 @@ def explained() -> Iterator[None]:
 def explain(error: DBAPIError) -> None:
     """Raise something better, if we know it."""
     if any(
-        sign in str(error.orig) for sign in ("does not exist", "no such table", "doesn't exist")
+        sign in str(error.orig)
+        for sign in ("does not exist", "no such table", "doesn't exist", "no such column", "Unknown column")
     ) and "pillarbox_" in str(error.orig):
         raise NotMigratedError(
-            "Pillarbox's tables are not in this database: run `pillarbox migrate`, or await box.migrate()"
+            "Pillarbox's tables, or some of their columns, are not in this database: run `pillarbox migrate`, or "
+            "await box.migrate()"
         ) from error
 
 
