@@ -10,6 +10,7 @@ seed gives the same trace.
 `consumers` has the other half: the shipped intake and processor between a hostile broker and a database that fails.
 """
 
-from .world import Result, World, simulate
+from .course import Result
+from .world import World, simulate
 
 __all__ = ["Result", "World", "simulate"]

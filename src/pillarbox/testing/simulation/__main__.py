@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .consumers import simulate_consumers
-from .world import Result, simulate
+from .course import Result
+from .world import simulate
 
 CHUNK = 100
 TWICE = 100

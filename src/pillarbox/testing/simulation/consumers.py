@@ -7,15 +7,12 @@ message must have exactly one effect or exactly one letter, and `consumer_checke
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
-from ... import clock
 from ...consumers.dead_letters import DeadLetterRoute
 from ...consumers.handling import Handlers, MessageContext
 from ...consumers.intake import Flow, SubscriptionIntake
@@ -31,16 +28,12 @@ from ...unit_of_work import UnitOfWork
 from .consumer_broker import HostileBroker, SimulatedSubscriber
 from .consumer_checker import Lot, Sent, check_consumed
 from .consumer_database import MARK, SOURCE, Database, SimulatedHome, SimulatedUnitOfWork
-from .loop import START, Life, SimulatedClock, SimulatedLoop
-from .wire import FAULTS, Chaos, Wire
-from .world import Result
+from .course import ACTIVE, PATIENCE, Course, Focus, Result
+from .loop import START, Life
+from .wire import Wire
 
 NAME = "simulated"
 TOPIC = "simulated.topic"
-ACTIVE = 12.0
-"""Seconds in which things go wrong."""
-PATIENCE = 400.0
-"""Seconds after that in which every message must come to its end."""
 GIVING_UP = 15.0
 """Seconds that a consumer bears an error which nobody knows."""
 STOPPING = 60
@@ -88,12 +81,14 @@ class SeededRetry(RetryPolicy):
         return super().delay(attempt, self.source)
 
 
-class ConsumerWorld:
+class ConsumerWorld(Course):
     """Everything that a seed stands for.
 
     ``ordered``, ``batch``, ``narrow``, ``lots`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens
     but what ``crash_at`` says.
     """
+
+    process = "consumer"
 
     def __init__(
         self,
@@ -103,20 +98,12 @@ class ConsumerWorld:
         batch: int | None = None,
         narrow: bool | None = None,
         lots: Sequence[Lot] | None = None,
-        focus: tuple[str, Sequence[str]] | None = None,
+        focus: Focus | None = None,
         calm: bool = False,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
-        self.seed = seed
-        self.draw = random.Random(seed)  # noqa: S311  it is to be repeated
-        self.loop = SimulatedLoop()
-        outside = copy_context()
-        outside.run(clock._current.set, SimulatedClock(self.loop, self.draw, 1_000.0))
-        self.chaos = Chaos(self.loop, self.draw, outside, self.kill, self.pause)
-        self.chaos.crash_at = crash_at
-        self.violations: list[str] = []
+        super().__init__(seed, focus=focus, calm=calm, crash_at=crash_at)
         self.sent: dict[int, Sent] = {}
-        self.living: list[Life] = []
         self.others_away = False
         """Whether a service that handlers need is."""
         self.narrow = self.draw.random() < 0.4 if narrow is None else narrow
@@ -142,27 +129,9 @@ class ConsumerWorld:
             (self.draw.choice((None, "one", "two")), f"k{number}") for number in range(self.draw.choice((1, 3, 8)))
         ]
         self._lots = lots
-        self._focus = focus
-        self._calm = calm
-        self._births = 0
         self._is_over = False
 
     # -- its course ----------------------------------------------------------------------------------------------------
-
-    def run(self) -> Result:
-        """Let it happen."""
-        logger = logging.getLogger("pillarbox")
-        was, logger.disabled = logger.disabled, True  # it would have much to say
-        try:
-            self.chaos.outside.copy().run(self.loop.run_until_complete, self._happen())
-        finally:
-            for life in self.living:
-                life.alive = False
-            self.loop.close()
-            logger.disabled = was
-        return Result(
-            self.seed, self.violations, self.chaos.happened, self.loop.time(), self.chaos.calls, self.chaos.trace
-        )
 
     async def _happen(self) -> None:
         self._plan()
@@ -187,10 +156,9 @@ class ConsumerWorld:
         lots = self._lots or (LOTS if self.narrow else (*LOTS, Lot.STUBBORN))
         for _ in range(self.draw.randrange(6, 20)):
             self.chaos.later(self.chaos.between(0, ACTIVE * 0.8), self._send, self.draw.choice(lots))
-        if self._calm:
+        if self.calm:
             return
-        self.chaos.rate = self.draw.choice((0.0, 0.02, 0.05, 0.1)) if self._focus is None else 0.1
-        self.chaos.focus = self._focus or (self.draw.choice(CALLS), FAULTS)
+        self._let_calls_fail(CALLS)
         for _ in range(self.draw.randrange(10)):
             self.chaos.later(self.chaos.between(0.5, ACTIVE), self._misfortune, self.draw.choice(MISFORTUNES))
 
@@ -333,13 +301,9 @@ class ConsumerWorld:
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a consumer process."""
-        if self._is_over:
-            return
-        self._births += 1
-        life = Life(f"consumer-{self._births}", SimulatedClock(self.loop, self.draw, self.chaos.between(0, 10_000)))
-        self.living.append(life)
-        life.context().run(self._begin, life)
+        """Begin a process, unless all are to stop."""
+        if not self._is_over:
+            super().start()
 
     def _begin(self, life: Life) -> None:
         wire = Wire(self.chaos, life)
@@ -373,30 +337,9 @@ class ConsumerWorld:
         self.chaos.note(life.name, "starts")
         self.loop.create_task(self._live(life)).set_name(life.name)
 
-    async def _live(self, life: Life) -> None:
-        try:
-            await life.relay.run()
-        except Exception as error:
-            if life.alive:
-                self.violations.append(f"H93 silence: {life.name} ended with {error!r}")
-        self.kill(life)
-
-    def kill(self, life: Life) -> None:
-        """End a process, at this very moment. Another one will take its place."""
-        if life.alive:
-            self.chaos.note(life.name, "ends")
-            life.alive = False
-            self.living.remove(life)
-            self.broker.lost(life)
-            self.database.lost(life)
-            self.chaos.later(self.chaos.between(0.1, 6), self.start)
-
-    def pause(self, life: Life, seconds: float) -> None:
-        """Stop a process for a while."""
-        if life.alive and life.paused_at is None:
-            self.chaos.note(life.name, "sleeps")
-            self.loop.pause(life)
-            self.chaos.later(seconds, self.loop.go_on, life)
+    def _lost(self, life: Life) -> None:
+        self.broker.lost(life)
+        self.database.lost(life)
 
 
 def simulate_consumers(seed: int, **options: Any) -> Result:

@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
-import random
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
 from typing import Any, cast
 from uuid import UUID
 
-from ... import clock
 from ...bus import Bus
 from ...doorbell import Doorbell
-from ...outbox import BUS, Census, FailurePolicy, Lane, LaneName, RouteRecord, Row, Status
+from ...outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
 from ...relay import Pacing, Relay, RelayStore
 from ...retry import RetryPolicy
 from ...transport import Message
 from .brokers import Broker, BrokerPublisher, NumberedBroker, event_of
 from .checker import Entry, Identity, Ledger, check
+from .course import ACTIVE, PATIENCE, Course, Focus, Result
 from .fate import Fate
-from .loop import Life, SimulatedClock, SimulatedLoop
+from .loop import Life
 from .store import PROGRESS, SimulatedStore, Watch
-from .wire import CALLS, FAULTS, Chaos, Wire
+from .wire import CALLS, Wire
 from .writers import Writers
 
 LEASE = 5.0
 MANY_CALLS = 5_000
 """A world that needs more of them does not come to rest."""
 HANDLER = "handler"
-ACTIVE = 12.0
-"""Seconds in which things go wrong."""
-PATIENCE = 400.0
-"""Seconds after that in which all that was committed must arrive."""
-
-
-@dataclass
-class Result:
-    """What became of a seed."""
-
-    seed: int
-    violations: list[str]
-    faults: Counter[str]
-    seconds: float
-    """Of virtual time."""
-    calls: int
-    trace: list[tuple[Any, ...]] = field(repr=False)
-
-    @property
-    def lines(self) -> list[str]:
-        """The trace, to be read."""
-        return [f"{when:10.6f} {' '.join(map(_text, what))}" for when, *what in self.trace]
-
-    @property
-    def digest(self) -> str:
-        """The same for the same seed."""
-        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
 
 
 class StorePort:
@@ -99,13 +67,14 @@ class SimulatedCarrier:
         """Nothing is open."""
 
 
-class World:
+class World(Course):
     """Everything that a seed stands for.
 
     ``numbered``, ``failover``, ``log``, ``floods``, ``sessions`` and ``focus`` leave less to chance. In a ``calm``
     world nothing happens but what ``crash_at`` says. What is not ``watched`` is judged by what arrives alone.
     """
 
+    process = "relay"
     shards = 2
 
     def __init__(
@@ -117,20 +86,12 @@ class World:
         log: bool | None = None,
         floods: bool | None = None,
         sessions: bool | None = None,
-        focus: tuple[str, Sequence[str]] | None = None,
+        focus: Focus | None = None,
         calm: bool = False,
         watched: bool = True,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
-        self.seed = seed
-        self.draw = random.Random(seed)  # noqa: S311  it is to be repeated
-        self.loop = SimulatedLoop()
-        self.database_clock = SimulatedClock(self.loop, self.draw, 1_000.0)
-        outside = copy_context()
-        outside.run(clock._current.set, self.database_clock)
-        self.chaos = Chaos(self.loop, self.draw, outside, self.kill, self.pause)
-        self.chaos.crash_at = crash_at
-        self.violations: list[str] = []
+        super().__init__(seed, focus=focus, calm=calm, crash_at=crash_at)
         self.ledger = Ledger()
         self.failover = seed % 10 == 7 if failover is None else failover
         numbered = self.draw.random() < 0.6 if numbered is None else numbered
@@ -155,11 +116,7 @@ class World:
         self.watch = Watch(self, quiet=not watched)
         self.writers = self._writers(seed % 20 == 0 if sessions is None else sessions)
         self.fate = Fate(self)
-        self.living: list[Life] = []
         self.hearers: dict[Life, tuple[Context, Callable[[Collection[LaneName]], object]]] = {}
-        self._focus = focus
-        self._calm = calm
-        self._births = 0
 
     def _routes(self) -> list[RouteRecord]:
         retry = RetryPolicy(base=self.draw.choice((1.0, 1.0, 5.0)), cap=5.0, attempts=3)
@@ -184,26 +141,10 @@ class World:
 
     # -- its course ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Result:
-        """Let it happen."""
-        logger = logging.getLogger("pillarbox")
-        was, logger.disabled = logger.disabled, True  # it would have much to say
-        try:
-            self.chaos.outside.copy().run(self.loop.run_until_complete, self._happen())
-        finally:
-            for life in self.living:
-                life.alive = False
-            self.loop.close()
-            logger.disabled = was
-        return Result(
-            self.seed, self.violations, self.chaos.happened, self.loop.time(), self.chaos.calls, self.chaos.trace
-        )
-
     async def _happen(self) -> None:
         self.writers.plan(ACTIVE)
-        if not self._calm:
-            self.chaos.rate = self.draw.choice((0.0, 0.02, 0.05, 0.1)) if self._focus is None else 0.1
-            self.chaos.focus = self._focus or (self.draw.choice(CALLS), FAULTS)
+        if not self.calm:
+            self._let_calls_fail(CALLS)
             self.fate.plan(ACTIVE)
         for _ in range(self.draw.choice((1, 2, 2, 3))):
             self.chaos.later(self.chaos.between(0, 3), self.start)
@@ -260,13 +201,6 @@ class World:
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin a relay process."""
-        self._births += 1
-        life = Life(f"relay-{self._births}", SimulatedClock(self.loop, self.draw, self.chaos.between(0, 10_000)))
-        self.living.append(life)
-        life.context().run(self._begin, life)
-
     def _begin(self, life: Life) -> None:
         wire = Wire(self.chaos, life)
         life.relay = Relay(
@@ -284,29 +218,8 @@ class World:
         self.chaos.note(life.name, "starts", manner)
         self.loop.create_task(self._live(life, manner)).set_name(life.name)
 
-    async def _live(self, life: Life, manner: str) -> None:
-        try:
-            await getattr(life.relay, manner)()
-        except Exception as error:
-            if manner == "run" and life.alive:
-                self.violations.append(f"H93 silence: {life.name} ended with {error!r}")
-        self.kill(life)
-
-    def kill(self, life: Life) -> None:
-        """End a process, at this very moment. Another one will take its place."""
-        if life.alive:
-            self.chaos.note(life.name, "ends")
-            life.alive = False
-            self.living.remove(life)
-            self.hearers.pop(life, None)
-            self.chaos.later(self.chaos.between(0.1, 6), self.start)
-
-    def pause(self, life: Life, seconds: float) -> None:
-        """Stop a process for a while."""
-        if life.alive and life.paused_at is None:
-            self.chaos.note(life.name, "sleeps")
-            self.loop.pause(life)
-            self.chaos.later(seconds, self.loop.go_on, life)
+    def _lost(self, life: Life) -> None:
+        self.hearers.pop(life, None)
 
     def _handler(self, wire: Wire, life: Life) -> Callable[[Message], Any]:
         async def handle(message: Message) -> None:
@@ -353,22 +266,6 @@ def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as done:
         return done.value
     raise RuntimeError("a store in memory does not wait")
-
-
-def _text(value: Any) -> str:
-    """What a value looks like in every process: sets have an order of their own in each."""
-    if isinstance(value, Lane):
-        waiting = _text(value.waiting)
-        return f"{value}@{value.epoch}.{value.batch}.{value.next_number} {value.announced} {value.tries} {waiting}"
-    if isinstance(value, (frozenset, set)):
-        return f"{{{' '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{' '.join(map(_text, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{' '.join(sorted(f'{_text(key)}={_text(it)}' for key, it in value.items()))}}}"
-    if isinstance(value, Census):
-        return f"census {_text(value.relays)} {value.next_expiry}"
-    return str(value)
 
 
 def _entry(message: Message) -> Entry:
