@@ -21,6 +21,7 @@ from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message
 from pillarbox.transports import connect
 from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, wire_pb2
+from pillarbox.transports.pulsar import transport as pulsar_transport
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
 from pillarbox.transports.pulsar.connection import BrokerError, Connection, Endpoint
@@ -548,6 +549,68 @@ async def test_a_lost_connection_is_opened_again() -> None:
         peers[0].transport.abort()
         await soon(lambda: connection.lost is not None)
         assert (await client.broker_of(TOPIC)).lost is None
+
+
+# -- the transport -----------------------------------------------------------------------------------------------------
+
+
+class OneBroker:
+    """Serves all topics, and gives a name to one producer at a time."""
+
+    def __init__(self) -> None:
+        self.endpoint = Endpoint("", 0)
+        self.names: dict[tuple[str, str], int] = {}
+        """Who holds a name on a topic, by its number."""
+
+    def __call__(self, peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.PARTITIONED_METADATA:
+            peer.say(
+                partitioned_metadata_response=wire.PartitionedMetadataResponse(
+                    request_id=command.partitioned_metadata.request_id, partitions=0
+                )
+            )
+        elif command.type == Type.LOOKUP:
+            peer.say(
+                lookup_response=wire.LookupResponse(
+                    request_id=command.lookup.request_id,
+                    response=wire.LookupResponse.Connect,
+                    broker_service_url=f"pulsar://{self.endpoint}",
+                )
+            )
+        elif command.type == Type.PRODUCER and (command.producer.topic, command.producer.producer_name) in self.names:
+            peer.say(error=wire.Error(request_id=command.producer.request_id, error=wire.ProducerBusy, message="held"))
+        else:
+            if command.type == Type.PRODUCER:
+                asked = command.producer
+                self.names[asked.topic, asked.producer_name] = asked.producer_id
+            elif command.type == Type.CLOSE_PRODUCER:
+                closed = command.close_producer.producer_id
+                self.names = {name: holder for name, holder in self.names.items() if holder != closed}
+            well_behaved(peer, command)
+
+
+@asynccontextmanager
+async def transport_to(broker: OneBroker, *topics: str) -> AsyncIterator[PulsarTransport]:
+    async with peer_that(broker) as (broker.endpoint, _):
+        transport = PulsarTransport(f"pulsar://{broker.endpoint}", admin_url="http://127.0.0.1:1", timeout=1.0)
+        transport._deduplicating.update(topics)
+        try:
+            yield transport
+        finally:
+            await transport.close()
+
+
+async def test_a_lane_that_rested_for_long_gets_its_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    topics = ["orders", "invoices"]
+    async with transport_to(OneBroker(), *topics) as transport:
+        await transport.open("lane", topics)
+        for producer in transport._producers["lane"].values():
+            producer.used -= 10 * pulsar_transport.IDLE
+        monkeypatch.setattr(pulsar_transport, "RECOUNT", -1.0)  # whatever was seen is long ago
+        assert await transport.open("lane", ["orders"]) == {"orders": 7}
+        assert await transport.open("lane", ["orders"]) == {"orders": 7}
+        assert [*transport._producers["lane"]] == ["orders"], "what is closed is forgotten"
+        assert await transport.open("lane", topics) == dict.fromkeys(topics, 7)
 
 
 # -- the address of the settings ---------------------------------------------------------------------------------------

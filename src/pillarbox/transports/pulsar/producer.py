@@ -119,6 +119,11 @@ class Producer:
             self.lost(why)
             self._closing = asyncio.get_running_loop().create_task(self._close())
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has to wait for it any more."""
+        return self.lost_because is not None and (self._closing is None or self._closing.done())
+
     async def closed(self) -> None:
         """Once the broker has taken the name back, or is not there to say so."""
         if self._closing is not None:

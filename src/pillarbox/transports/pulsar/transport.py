@@ -248,13 +248,14 @@ class PulsarTransport:
 
     def _close_idle(self, held: dict[str, Producer], now: float) -> None:
         """A lane may have a topic for each tenant, and most tenants rest most of the time. The broker remembers the
-        numbers, and so does the lane.
+        numbers, and so does the lane. One whose name the broker has not taken back yet is kept: whoever needs it again
+        waits for that.
         """
         for place, producer in list(held.items()):
-            if producer.used + 2 * IDLE < now:
-                del held[place]
-            elif producer.used + IDLE < now:
+            if producer.used + IDLE < now:
                 producer.close()
+                if producer.is_gone:
+                    del held[place]
 
     async def _open_place(self, held: dict[str, Producer], place: str, topic: TopicName, name: str | None) -> None:
         connection = await self._client.broker_of(topic)
