@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import clock
 from .errors import LaneHaltedError, LeaseLostError
@@ -451,13 +451,16 @@ class LaneWorker:
         if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
             return [*rest], outcome
         accepted.update([messages[index].number for index in outcome.accepted])
-        if outcome.rejected and outcome.unfinished is not None and self._publisher.capabilities.numbered:
+        passed: Collection[int] = ()
+        if outcome.unfinished is not None and self._publisher.capabilities.numbered:
             # What is below a rejected number must be known to be stored before that is written down: it comes again.
-            outcome = Outcome(outcome.accepted, unfinished=outcome.unfinished, reason=outcome.reason)
+            # Not so what was passed over: whoever asks how far its place has come would take it for stored.
+            passed = _passed_over(messages, outcome.accepted)
+            outcome = replace(outcome, rejected=[each for each in outcome.rejected if each.index in passed])
         if outcome.duplicates:
             logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
-        if outcome.rejected:
-            return await self._amend([*items, *rest], len(messages), outcome), outcome
+        if outcome.rejected or passed:
+            return await self._amend([*items, *rest], len(messages), outcome, passed), outcome
         return [item for item in (*items, *rest) if item[0] not in accepted], outcome
 
     def _next_request(self, items: Sequence[_Item]) -> list[Message]:
@@ -493,7 +496,8 @@ class LaneWorker:
         except Exception as error:
             logger.debug("%s: the transport failed", self.lane, exc_info=True)
             outcome = _unknown(error)
-        if (nonsense := contradiction(messages, outcome)) is not None:
+        numbered = self._publisher.capabilities.numbered
+        if (nonsense := contradiction(messages, outcome, numbered=numbered)) is not None:
             self._report.nonsense(nonsense)
             outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"its answer is worth nothing: {nonsense}")
         return outcome
@@ -507,7 +511,9 @@ class LaneWorker:
         if len(messages) == 1:  # only a message that went alone can be larger than the largest
             self._largest = max(self._largest, len(messages[0].body))
 
-    async def _amend(self, items: list[_Item], asked: int, outcome: Outcome) -> list[_Item]:
+    async def _amend(
+        self, items: list[_Item], asked: int, outcome: Outcome, passed: Collection[int] = ()
+    ) -> list[_Item]:
         """Write down what was rejected, before anything with a higher number leaves; what may go on comes back."""
         reasons = {rejection.index: rejection.reason for rejection in outcome.rejected}
         failures: list[Failure] = []
@@ -521,9 +527,11 @@ class LaneWorker:
             if index in reasons:
                 failures.append(self._rejected(row, reasons[index], number))
                 self._stop_key(row, failures[-1], stopped)
+            elif passed and index < asked and index not in passed:
+                left.append((number, row))  # it may be stored under its number, and so must keep it
             elif row.order_key in stopped:
                 parked.append(row.id)
-            elif index < asked and outcome.unfinished is None:
+            elif index in passed or (index < asked and outcome.unfinished is None):
                 # It shared a request with a rejected message. Its number may be burnt, so it gets a new one.
                 failures.append(Failure(row.id, row.attempts, None, 0.0))
                 stopped.add(row.order_key)
@@ -706,6 +714,19 @@ class LaneWorker:
 
 def _unknown(error: BaseException) -> Outcome:
     return Outcome((), unfinished=Verdict.UNKNOWN, reason=f"{type(error).__name__}: {error}")
+
+
+def _passed_over(messages: Sequence[Message], accepted: Collection[int]) -> set[int]:
+    """What was not stored, though something behind it in its place was."""
+    highest: dict[str, int] = {}
+    for index in accepted:
+        place = messages[index].place or messages[index].topic
+        highest[place] = max(highest.get(place, -1), messages[index].number)
+    return {
+        index
+        for index, message in enumerate(messages)
+        if message.number < highest.get(message.place or message.topic, -1)
+    }.difference(accepted)
 
 
 def _unanswered(outcome: Outcome) -> Outcome:

@@ -214,8 +214,12 @@ class Redelivers(Protocol):
         ...
 
 
-def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
-    """What is wrong with an answer, so that nothing of it may be believed."""
+def contradiction(messages: Sequence[Message], outcome: object, *, numbered: bool = False) -> str | None:
+    """What is wrong with an answer, so that nothing of it may be believed.
+
+    What a numbered destination has stored behind something that it did not is believed: else the next who asks how far
+    it has come would take both for stored.
+    """
     if not isinstance(outcome, Outcome):
         return f"send returned {type(outcome).__name__}, not an Outcome"
     accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
@@ -227,7 +231,7 @@ def contradiction(messages: Sequence[Message], outcome: object) -> str | None:
         return "it accepts and rejects the same message"
     if not (accepted or rejected or outcome.unfinished):
         return "it says nothing about any message"
-    return None if len(accepted) == len(messages) else _gap(messages, accepted)
+    return None if numbered or len(accepted) == len(messages) else _gap(messages, accepted)
 
 
 def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:

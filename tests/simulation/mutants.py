@@ -314,7 +314,7 @@ def _attempt_burnt_by_outage(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I1")
 def _rejection_not_written(patch: pytest.MonkeyPatch) -> None:
-    async def careless(_self: Any, items: list[Any], _asked: int, outcome: Outcome) -> list[Any]:
+    async def careless(_self: Any, items: list[Any], _asked: int, outcome: Outcome, *_: Any) -> list[Any]:
         over = {*outcome.accepted, *(rejection.index for rejection in outcome.rejected)}
         return [item for index, item in enumerate(items) if index not in over]
 

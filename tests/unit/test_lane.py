@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -145,6 +146,28 @@ class TestRejected:
             world.broker.before = None
             await world.received(3)
         assert world.statuses(Status.SENT) == "a1 b1 c1"
+
+    @in_virtual_time
+    @pytest.mark.parametrize("events", ["a1 b1 c1 d1", "a1 b1 b2 d1"])
+    @pytest.mark.parametrize("rejected", [[Rejection(1, "too large")], []])
+    async def test_h99_what_was_passed_over_is_sent_though_the_request_was_not_answered_whole(
+        self, events: str, rejected: list[Rejection]
+    ) -> None:
+        """The second one is refused, the third one stored, and then the connection breaks."""
+        world = World(capabilities=Capabilities(numbered=True))
+        world.write(events)
+
+        really_send = world.broker.send
+
+        async def break_off(producer: str, messages: Sequence[Message]) -> Outcome:
+            world.broker.send = really_send  # type: ignore[method-assign]
+            assert len(world.broker._store(producer, [messages[0], messages[2]]).accepted) == 2
+            return Outcome([0, 2], rejected, unfinished=Verdict.UNKNOWN, reason="the connection broke")
+
+        world.broker.send = break_off  # type: ignore[method-assign]
+        async with running(world.relay()):
+            assert sorted((await world.received(4)).split()) == sorted(events.split()), "each once"
+        assert world.statuses(Status.SENT) == events
 
     @in_virtual_time
     async def test_h104_rows_parked_when_the_batch_is_announced_are_not_lost_when_the_key_is_free_at_its_end(

@@ -411,6 +411,30 @@ async def test_h99_an_entry_that_failed_before_a_stored_one_is_not_taken_for_sto
         connection.close()
 
 
+async def test_h99_an_entry_that_is_too_large_all_at_once_is_not_taken_for_stored() -> None:
+    """Somebody lowers the limit of the topic: what is refused was pushed among others, as larger ones had been."""
+
+    def takes_less(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND and command.send.num_messages > 1:
+            number = command.send.highest_sequence_id
+            told = wire.SendError(producer_id=1, sequence_id=number, error=wire.NotAllowedError, message="too large")
+            peer.say(send_error=told)
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(takes_less) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        transport = PulsarTransport(f"pulsar://{endpoint}", guarantee="at_least_once")
+        transport._largest[str(TOPIC)] = 10_000
+        sent = [message(8, key="a"), message(9, key="b"), message(10, key="b"), message(11, key="c")]
+        entries, answers = await transport._publish(producer, sent, range(4))
+        assert (answers.stored, [*answers.refused], answers.lost) == ([0, 2], [1], None)
+        assert transport._entry_limits[str(TOPIC)] < len(entries[1].payload)
+        assert str(TOPIC) not in transport._largest, "from now on nothing follows what may be refused"
+        connection.close()
+
+
 async def test_a_topic_that_moves_ends_the_producer_and_not_the_connection() -> None:
     def unloads(peer: Peer, command: wire.Command) -> None:
         if command.type == Type.SEND:

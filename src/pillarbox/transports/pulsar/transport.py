@@ -351,15 +351,18 @@ class PulsarTransport:
             )
         for index, error in list(answers.refused.items()):
             entry = entries[index]
-            if error.code == wire.NotAllowedError and len(entry.messages) > 1:
-                # The topic takes less than its broker. Nothing was sent behind it: the same messages come again, in
-                # smaller entries.
+            too_large = error.code == wire.NotAllowedError
+            if too_large:
+                # The topic takes less than its broker, or than it did: what is as large must go alone again.
+                self._largest.pop(topic, None)
+            if too_large and len(entry.messages) > 1:
                 self._entry_limits[topic] = max(1, len(entry.payload) // 2)
-                del answers.refused[index]
-                answers.lost = str(error)
-            elif error.code not in _OURS and not any(later > index for later in answers.stored):
-                # Else something is stored behind it, and whoever asks how far the topic has come would take it for
-                # stored, too: it gets a new number, at the risk of a second copy.
+            elif error.code in _OURS:
+                continue
+            if not any(later > index for later in answers.stored):
+                # The same messages come again, in smaller entries if this one was too large. Else something is stored
+                # behind it, and whoever asks how far the topic has come would take it for stored, too: it gets a new
+                # number, at the risk of a second copy.
                 del answers.refused[index]
                 answers.lost = str(error)
         if answers.lost is not None:
