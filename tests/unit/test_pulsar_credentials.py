@@ -115,6 +115,20 @@ class TestToken:
         with pytest.raises(ConfigurationError, match=r"the file .* holds no token"):
             await Token(tmp_path / "token").secret()
 
+    async def test_a_file_that_is_no_text_and_a_function_that_gives_none_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "token").write_bytes(b"\xff\xfe")
+        for source in (tmp_path / "token", lambda: None):
+            with pytest.raises(ConfigurationError, match="holds no token"):
+                await Token(source).secret()  # type: ignore[arg-type]
+
+    async def test_a_function_that_fails_is_not_to_be_had_at_the_moment(self) -> None:
+        def vault() -> str:
+            raise RuntimeError(f"sealed, token={SECRET}")
+
+        with pytest.raises(OSError, match="gives the token failed: RuntimeError: sealed") as error:
+            await Token(vault).secret()
+        assert SECRET not in str(error.value)
+
 
 class TestOAuth2:
     async def test_a_token_is_kept_until_shortly_before_it_expires(self, issuer: Issuer) -> None:

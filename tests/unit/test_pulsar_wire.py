@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message
 from pillarbox.transports import connect
-from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, wire_pb2
+from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, credentials, wire_pb2
 from pillarbox.transports.pulsar import transport as pulsar_transport
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
@@ -337,6 +337,39 @@ async def test_who_we_are_is_said_again_when_the_broker_asks() -> None:
         assert (connect.connect.auth_method_name, connect.connect.auth_data) == ("token", b"first")
         assert response.auth_response.response.auth_data == b"second"
         connection.close()
+
+
+async def test_a_token_that_is_not_to_be_had_again_ends_the_connection() -> None:
+    tokens = iter(["first"])
+
+    def asks(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        if command.type == Type.CONNECT:
+            peer.say(auth_challenge=wire.AuthChallenge(challenge=wire.AuthData(auth_method_name="token")))
+
+    def vault() -> str:
+        for token in tokens:
+            return token
+        raise RuntimeError("sealed, password=hunter2")
+
+    async with peer_that(asks) as (endpoint, _):
+        connection = await Connection.open(endpoint, Token(vault))
+        await soon(lambda: connection.lost is not None)
+        assert "could not be renewed: the function that gives the token failed: RuntimeError" in str(connection.lost)
+        assert "hunter2" not in str(connection.lost)
+
+
+async def test_a_slow_token_is_not_the_fault_of_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow() -> str:
+        await asyncio.sleep(0.1)
+        return "token"
+
+    async with peer_that(well_behaved) as (endpoint, _):
+        connection = await Connection.open(endpoint, Token(slow), patience=0.05)
+        connection.close()
+        monkeypatch.setattr(credentials, "TIMEOUT", 0.01)
+        with pytest.raises(TimeoutError, match="credentials were not to be had"):
+            await Connection.open(endpoint, Token(slow))
 
 
 async def test_a_refusal_to_connect_says_why() -> None:

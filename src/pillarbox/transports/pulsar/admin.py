@@ -16,7 +16,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from ...errors import ConfigurationError
 from ...redaction import redacted
 from .address import check_admin_url
-from .credentials import Anonymous, Credentials, Tls, load_httpx, said
+from .credentials import Anonymous, Credentials, Tls, load_httpx, said, secret_of
 from .names import TopicName
 
 TIMEOUT = 15.0
@@ -215,7 +215,7 @@ class PulsarAdmin:
     async def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json, */*"}
         if self._credentials.method == "token":
-            headers["Authorization"] = f"Bearer {(await self._credentials.secret()).decode()}"
+            headers["Authorization"] = f"Bearer {(await secret_of(self._credentials)).decode()}"
         return headers
 
     def _elsewhere(self, url: str, location: str) -> str:

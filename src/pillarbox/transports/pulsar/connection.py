@@ -14,9 +14,8 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple, Protocol, cast
 
-from ...errors import ConfigurationError
 from . import wire_pb2 as wire
-from .credentials import Credentials
+from .credentials import Credentials, said, secret_of
 from .frames import PING, PONG, Frames, ProtocolError, framed
 
 PROTOCOL_VERSION = 20
@@ -97,10 +96,10 @@ class Connection(asyncio.Protocol):
     ) -> Connection:
         """Connect and say who we are. An `OSError` or `TimeoutError` if that does not come about in time."""
         loop = asyncio.get_running_loop()
+        secret = await secret_of(credentials)  # before we look at the clock: a slow issuer is not the broker's fault
         self = cls(address, credentials, keep_alive=keep_alive)
         try:
             async with asyncio.timeout(patience):
-                secret = await credentials.secret()
                 await loop.create_connection(lambda: self, address.host, address.port, ssl=tls)
                 self.write(
                     framed(
@@ -251,9 +250,9 @@ class Connection(asyncio.Protocol):
     async def _prove(self) -> None:
         """The broker wants to know again who we are: what it was told has expired."""
         try:
-            secret = await self._credentials.secret()
-        except (OSError, ConfigurationError) as error:
-            self.abort(f"the credentials could not be renewed: {error}")
+            secret = await secret_of(self._credentials)
+        except Exception as error:  # whatever it is, there is nobody else to be told
+            self.abort(f"the credentials could not be renewed: {said(error)}")
             return
         data = wire.AuthData(auth_method_name=self._credentials.method, auth_data=secret)
         response = wire.AuthResponse(client_version=_CLIENT, response=data, protocol_version=PROTOCOL_VERSION)

@@ -21,7 +21,7 @@ from ...errors import ConfigurationError, MissingExtraError
 from ...redaction import redacted
 
 TIMEOUT = 10.0
-"""Seconds that an issuer of tokens may take to answer."""
+"""Seconds that an issuer of tokens may take to answer, or whoever else gives a secret."""
 LIFETIME = 300.0
 """Seconds that a token is used if its issuer does not say for how long it is good."""
 
@@ -76,9 +76,17 @@ class Token:
         if isinstance(self._source, str):
             return _checked(self._source)
         if isinstance(self._source, Path):
-            return _checked(await asyncio.to_thread(self._source.read_text, "utf-8"), f"the file {self._source}")
-        given = self._source()
-        return _checked(await given if inspect.isawaitable(given) else given)
+            text = await asyncio.to_thread(self._source.read_text, "utf-8", "replace")
+            return _checked(text, f"the file {self._source}")
+        try:
+            given = self._source()
+            token = await given if inspect.isawaitable(given) else given
+        except (OSError, ConfigurationError):
+            raise
+        except Exception as error:  # it is the user's, and asks whomever it likes
+            what = f"{type(error).__name__}: {said(error)}"
+            raise ConnectionError(f"the function that gives the token failed: {what}") from None
+        return _checked(token, "what the function gave")
 
 
 class OAuth2:
@@ -203,8 +211,17 @@ def said(error: BaseException) -> str:
     return redacted(str(error)) or type(error).__name__
 
 
-def _checked(token: str, where: str = "the token") -> bytes:
-    text = token.strip()
+async def secret_of(credentials: Credentials) -> bytes:
+    """What to send now, in time or not at all."""
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            return await credentials.secret()
+    except TimeoutError:
+        raise TimeoutError(f"the credentials were not to be had within {TIMEOUT:g} s") from None
+
+
+def _checked(token: object, where: str = "the token") -> bytes:
+    text = token.strip() if isinstance(token, str) else ""
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise ConfigurationError(f"{where} holds no token: one line of letters, digits and signs is expected")
     return text.encode()

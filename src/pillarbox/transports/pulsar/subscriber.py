@@ -27,7 +27,7 @@ from ...route import topic_pattern
 from ...transport import Message, Received
 from . import official
 from .address import parse_address
-from .credentials import Credentials, Tls, said
+from .credentials import Credentials, Tls, said, secret_of
 from .dead_letters import DeadLetters
 from .names import TopicName
 from .shelf import Copy, Shelf
@@ -98,7 +98,7 @@ class PulsarSubscriber:
     async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
         """Join a group. A `ConnectionError` says why the broker does not let us in."""
         topic, names = _subscribed(topics, group)
-        await self._credentials.secret()  # if there is none to be had, here it says why
+        await secret_of(self._credentials)  # if there is none to be had, here it says why
         pulsar = self._pulsar
         client = official.new_client(self._url, self._credentials, self._tls)
         try:
