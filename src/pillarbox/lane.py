@@ -216,7 +216,8 @@ class LaneWorker:
         if detour is None and (tenants := self._to_part(page, limit)):
             await self._part(tenants)
             return True
-        if self._publisher.capabilities.numbered and not await self._open(plan):
+        capabilities = self._publisher.capabilities
+        if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
             return True
         decided = bool(plan.items or plan.failures or plan.parked or page.requests)
         found = decided or (page.passed and not plan.cut)  # what has to wait is not passed

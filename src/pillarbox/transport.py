@@ -48,6 +48,9 @@ class Capabilities:
     grouped: bool = False
     """Messages of one topic and key are best sent together: the lane brings them in groups."""
 
+    opens: bool = False
+    """Topics are opened before each batch, so that one that cannot be holds up no other. If it is numbered, always."""
+
 
 class Verdict(Enum):
     """Why a request was not finished."""
@@ -101,8 +104,8 @@ class Publisher(Protocol):
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
         """Make ready to send: open what is not open, or is lost. Numbered transports say the highest number that each
-        topic was ever given under this producer's name (-1: none), which is not yet a promise that it is stored; the
-        others answer nothing, and a relay does not call it: they open what they need when they send.
+        topic was ever given under this producer's name (-1: none), which is not yet a promise that it is stored. The
+        others answer nothing, and open what they need when they send; a relay calls it if they say `opens`.
 
         A relay calls it before each batch, so what is open costs nothing. What has left a request unanswered is not
         open any more. An `OSError` or `TimeoutError` means unavailable; `TopicsRefusedError`, that these topics are,

@@ -325,7 +325,11 @@ async def _rename(box: Pillarbox) -> int:
         return (await connection.run_sync(renew, Author("me", "restored")))[2]
 
 
-async def test_a_topic_that_cannot_be_opened_holds_up_no_other(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
+async def test_a_topic_that_cannot_be_opened_holds_up_no_other(
+    shop: Shop, caplog: pytest.LogCaptureFixture, guarantee: str
+) -> None:
+    shop.options["guarantee"] = guarantee
     tenant = f"t{uuid4().hex[:10]}"
     shop.topic = "persistent://{tenant}/default/orders"
     async with shop.open() as box:

@@ -131,6 +131,7 @@ class PulsarTransport:
             max_header_bytes=MAX_HEADERS,
             numbered=numbered,
             grouped=cut is Cut.BY_KEY,
+            opens=True,
         )
         self._limit = max_message_bytes
         self._client = Client(
