@@ -670,6 +670,15 @@ async def test_a_lane_that_rested_for_long_gets_its_name_again(monkeypatch: pyte
         assert await transport.open("lane", topics) == dict.fromkeys(topics, 7)
 
 
+async def test_a_producer_that_is_asked_for_is_not_closed_while_others_are_opened() -> None:
+    async with transport_to(OneBroker(), "orders", "invoices") as transport:
+        await transport.open("lane", ["orders"])
+        transport._producers["lane"]["orders"].used -= 1.5 * pulsar_transport.IDLE
+        await transport.open("lane", ["orders", "invoices"])
+        sent = [Message("orders", "k", b"{}", {}, 8), Message("invoices", "k", b"{}", {}, 9)]
+        assert sorted((await transport.send("lane", sent)).accepted) == [0, 1]
+
+
 # -- the address of the settings ---------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ class Producer:
         self.last = -1
         """The highest number that the topic was given under this name: first by the broker's word, then by ours."""
         self.used = asyncio.get_running_loop().time()
+        """When somebody last asked for it."""
         self.lost_because: str | None = None
         self._connection = connection
         self._id = connection.join(self)
@@ -87,7 +88,6 @@ class Producer:
         sent after an entry that was not stored.
         """
         answers = Answers()
-        self.used = asyncio.get_running_loop().time()
         for chunk in _chunks(entries, largest):
             if not await self._publish(entries, chunk, answers):
                 break

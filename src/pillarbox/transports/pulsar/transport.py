@@ -51,7 +51,7 @@ LARGE = MAX_HEADERS // 8
 RECOUNT = 60.0
 """Seconds after which we look again how many partitions a topic has, and at the settings of a namespace."""
 IDLE = 300.0
-"""Seconds after which a producer that sends nothing is closed, when others are opened."""
+"""Seconds after which a producer that nobody asks for is closed, when others are opened."""
 
 
 _OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -194,7 +194,7 @@ class PulsarTransport:
         name = producer if self._capabilities.numbered else None
         for topic in topics:
             try:
-                opened = self._standing(producer, topic) or await self._open(producer, topic, name)
+                opened = await self._ready(producer, topic, name)
             except BrokerError as error:
                 if error.code not in _THIS_TOPIC:
                     raise
@@ -215,6 +215,13 @@ class PulsarTransport:
     def place(self, topic: str, key: str, partitions: int) -> str:
         """The partition that a key belongs to, of so many."""
         return _place(topic, partition_of(key, partitions))
+
+    async def _ready(self, owner: str, topic: str, name: str | None) -> dict[str, Producer]:
+        """The producers of a topic, which are not idle from now on: not even while the next topic is opened."""
+        found = self._standing(owner, topic) or await self._open(owner, topic, name)
+        for producer in found.values():
+            producer.used = asyncio.get_running_loop().time()
+        return found
 
     def _standing(self, owner: str, topic: str) -> dict[str, Producer] | None:
         """The producers of a topic, if all of them are open."""
@@ -373,8 +380,7 @@ class PulsarTransport:
     async def _made_ready(self, owner: str, messages: Sequence[Message]) -> Sequence[Message]:
         """Without numbers of the lane: open what is needed, and count for ourselves."""
         for topic in {message.topic for message in messages}:
-            if self._standing(owner, topic) is None:
-                await self._open(owner, topic, None)
+            await self._ready(owner, topic, None)
         ready: list[Message] = []
         start = self._numbers.get(owner, 0)
         for number, message in enumerate(messages, start=start + 1):
