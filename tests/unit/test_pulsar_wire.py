@@ -156,6 +156,14 @@ some_messages = st.lists(
 )
 
 
+@pytest.mark.parametrize(("name", "value"), [(1, 15_999), (400, 15_990), (16_000, 0), (20_000, 1), (1, 16_384)])
+def test_headers_of_any_length_can_be_read(name: int, value: int) -> None:
+    """A dead letter has the properties that somebody else gave it."""
+    sent = [Message("t", "k", b"{}", {"n" * name: "v" * value, "after": "it"}, 1)]
+    [entry] = Cutter(Cut.MIXED).entries(sent, range(1), max_bytes=100_000)
+    assert Read(entry.framed(1, "lane")).messages == as_read(sent)
+
+
 @given(some_messages, st.sampled_from(Cut), st.sampled_from(Compression), st.integers(100, 5_000), st.integers(-1, 250))
 def test_entries_hold_what_was_sent_in_its_order(
     messages: list[Message], cut: Cut, compression: Compression, limit: int, after: int

@@ -150,7 +150,7 @@ def packed(message: Message) -> tuple[bytes, bytes]:
         start = _names.get(name) or _beginning(name)
         encoded = value.encode()
         size = len(encoded)
-        if size < 16_000:
+        if len(start) + size < 16_000:
             length = _SHORT[size]
             parts += (b"\x0a", _SHORT[len(start) + len(length) + size], start, length, encoded)
         else:
