@@ -21,6 +21,7 @@ from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message
 from pillarbox.transports import connect
 from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, credentials, wire_pb2
+from pillarbox.transports.pulsar import producer as pulsar_producer
 from pillarbox.transports.pulsar import transport as pulsar_transport
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
@@ -404,6 +405,25 @@ async def test_answers_that_nobody_asked_for_are_ignored() -> None:
         producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
         answers = await producer.publish(entries_of(message(8)), largest=0)
         assert (answers.stored, answers.lost) == ([0], None)
+        connection.close()
+
+
+async def test_a_broker_that_is_there_and_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps_silent(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.PING:
+            peer.say(pong=wire.Pong())
+        elif command.type != Type.SEND or command.send.sequence_id < 10:
+            well_behaved(peer, command)
+
+    monkeypatch.setattr(pulsar_producer, "SILENCE", 0.05)
+    async with peer_that(keeps_silent) as (endpoint, _):
+        connection = await connected(endpoint, keep_alive=0.02)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        sent = [message(number, key=str(number)) for number in (8, 9, 10)]
+        answers = await producer.publish(entries_of(*sent), largest=1_000)
+        assert answers.stored == [0, 1]
+        assert "the broker said nothing" in str(answers.lost)
+        assert connection.lost is None
         connection.close()
 
 

@@ -18,6 +18,9 @@ from .frames import Entry
 
 _DUPLICATE = 2**64 - 1
 """The ledger of a message that was not stored, because its number was given before."""
+SILENCE = 60.0
+"""Seconds after which we stop waiting for a broker that is there, and says nothing of what it was sent. One whose
+bookies are away says so after thirty."""
 _Type = wire.Command.Type
 
 
@@ -103,7 +106,11 @@ class Producer:
         try:
             for index in chunk:
                 self._connection.write(entries[index].framed(self._id, self.name))
-            await answered
+            while not answered.done():
+                unanswered = len(self._open)
+                await asyncio.wait({answered}, timeout=SILENCE)
+                if len(self._open) == unanswered > 0:
+                    self.close(f"the broker said nothing of what it was sent for {SILENCE:g} s")
         except BaseException:
             self.close("we did not wait for its answers")  # and so cannot tell any more what it has stored
             raise
