@@ -634,6 +634,7 @@ class LaneWorker:
                 return False
             else:
                 self._check_lasts(lasts)
+                self._numbering.opened(lasts)
                 break
         return True
 

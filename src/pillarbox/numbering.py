@@ -38,7 +38,7 @@ class Numbering:
             found[PARTITIONS] = counts
             topics = topics.difference(counts)
             topics |= {partitioned.place(row.topic, row.key, counts[row.topic]) for row in rows if row.topic in counts}
-        if reached := {place: self._reached[place] for place in topics if place in self._reached}:
+        if reached := {place: last for place in topics if (last := self._reached.get(place, -1)) >= 0}:
             found[REACHED] = reached
         return found
 
@@ -49,6 +49,12 @@ class Numbering:
     def message(self, lane: Lane, number: int, row: Row) -> Message:
         """A row of the announced batch, as it is sent."""
         return Message(row.topic, row.key, row.body, row.headers, number, self._partition(lane, row))
+
+    def opened(self, lasts: Mapping[str, int]) -> None:
+        """What the destination says while nothing is on its way is what it has stored: we may be new here, or it may
+        have forgotten what we knew.
+        """
+        self._reached.update(lasts)
 
     def accepted(self, messages: Sequence[Message], indexes: Collection[int]) -> None:
         """The destination has stored these."""

@@ -163,3 +163,33 @@ async def test_h115_a_broker_that_has_forgotten_is_reported(
             await until(lambda: world.statuses(Status.SENT) == "a1 a2 a3")
     assert "has forgotten this producer: it had stored message 2" in caplog.text
     assert world.sent == "a1 a2 a3 a3", "at least once, and said so"
+
+
+@in_virtual_time
+async def test_h115_it_is_noticed_though_nobody_is_left_who_sent_there_before(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(capabilities=Capabilities(numbered=True))
+    world.write("a1")
+    async with running(world.relay()):
+        await until(lambda: world.statuses(Status.SENT) == "a1")
+    world.write("a2")
+    worker = world.worker(await world.take("dead", lease=1.0))
+    worker.stop()
+    world.broker.lose_answers(1)
+    await worker.turn()
+    world.broker._highest.clear()
+    async with running(world.relay("heir")):
+        await until(lambda: world.statuses(Status.SENT) == "a1 a2")
+    assert "has forgotten this producer: it had stored message 1" in caplog.text
+
+
+@in_virtual_time
+async def test_h115_a_partition_that_has_forgotten_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    world, broker = partitioned(Capabilities(numbered=True))
+    world.write("a1 b1")
+    async with running(world.relay()):
+        await until(lambda: world.statuses(Status.SENT) == "a1 b1")
+        del broker._highest["memory/orders/0", f"{TOPIC}-0"]
+        for number in range(2, 7):  # of the other one
+            world.write(f"a{number}")
+            await until(lambda number=number: world.status(f"a{number}") is Status.SENT)  # type: ignore[misc]
+    assert caplog.text.count("has forgotten this producer") == 1
