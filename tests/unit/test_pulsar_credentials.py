@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from pillarbox import clock
 from pillarbox.errors import ConfigurationError
+from pillarbox.transports.pulsar.admin import PulsarAdmin
 from pillarbox.transports.pulsar.credentials import Anonymous, Certificate, Credentials, OAuth2, Tls, Token
 from tests.web import free_port
 
@@ -298,3 +299,26 @@ class TestTls:
                 tls.context()
         with pytest.raises(ConfigurationError, match="needs the cert_file"):
             Tls(key_file=key).context()
+
+    async def test_certificates_that_are_replaced_are_read_again_for_the_rest_interface(
+        self, authority: Authority, tmp_path: Path
+    ) -> None:
+        cert, key = authority.issue("localhost")
+        serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        serving.load_cert_chain(cert, key)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            writer.close()
+
+        (tmp_path / "another").mkdir()
+        believed = tmp_path / "believed.pem"
+        believed.write_bytes(Authority(tmp_path / "another").file.read_bytes())
+        async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=serving) as server:
+            url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+            async with PulsarAdmin(url, tls=Tls(ca_file=believed)) as admin:
+                with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await admin.runtime()
+                believed.write_bytes(authority.file.read_bytes())
+                assert await admin.runtime() == {}

@@ -201,14 +201,17 @@ class PulsarAdmin:
         url = f"{self.url}/admin/v2/{path}"
         content = None if body is None else json.dumps(body)
         try:
-            if self._client is None:
-                self._client = httpx.AsyncClient(verify=self._tls.context(), timeout=TIMEOUT, trust_env=False)
             for _ in range(_REDIRECTS):
-                response = await self._client.request(method, url, content=content, headers=await self._headers())
+                headers = await self._headers()
+                if self._client is None:
+                    self._client = httpx.AsyncClient(verify=self._tls.context(), timeout=TIMEOUT, trust_env=False)
+                response = await self._client.request(method, url, content=content, headers=headers)
                 if response.status_code not in (302, 307, 308):
                     return self._checked(response, f"{method} {path}", also)
                 url = self._elsewhere(url, response.headers.get("location", ""))
         except httpx.HTTPError as error:
+            if not isinstance(error, httpx.TimeoutException):
+                await self.close()  # the next one reads the certificates again, which may have been replaced
             raise ConnectionError(f"{self.url} cannot be reached: {said(error)}") from None
         raise ConnectionError(f"{self.url} sends us from one broker to the next")
 
