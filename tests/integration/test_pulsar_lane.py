@@ -51,6 +51,7 @@ class Shop:
     broker: Any
     topic: str
     options: dict[str, Any] = field(default_factory=dict)
+    shards: int | None = None
     written: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @asynccontextmanager
@@ -58,7 +59,7 @@ class Shop:
         transport = transport or PulsarTransport(self.broker.url, admin_url=self.broker.admin_url, **self.options)
         routes = [Route("pulsar_lane.order.*", to="pulsar", topic=self.topic, name="orders", **route)]
         async with Pillarbox(
-            create_async_engine(self.database), transports={"pulsar": transport}, routes=routes
+            create_async_engine(self.database), transports={"pulsar": transport}, routes=routes, shards=self.shards
         ) as box:
             await box.migrate()
             yield box
@@ -256,6 +257,19 @@ async def test_h111_a_message_over_the_limit_of_the_broker_fails_by_itself(shop:
         await shop.write(box, "abc")
         await box.relay().drain()
         assert await statuses(box) == {Status.FAILED: 1}
+    await shop.check()
+
+
+async def test_h99_a_limit_that_is_lowered_while_entries_are_on_their_way_loses_nothing(shop: Shop) -> None:
+    """The entry of b is larger than the topic takes from now on, and smaller than what it took before."""
+    shop.shards = 1
+    async with shop.open(retry=RetryPolicy(base=0.1, cap=0.1)) as box, relaying(box):
+        await shop.write(box, "a", size=60_000)
+        await until_sent(box)
+        await limit_messages(shop.broker, shop.topic, 20_000)
+        await asyncio.sleep(0.5)  # the topic hears of it after the policy can be read
+        await shop.write(box, "abbc", size=12_000)
+        await until_sent(box)
     await shop.check()
 
 
