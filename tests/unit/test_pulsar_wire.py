@@ -448,6 +448,24 @@ async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
         connection.close()
 
 
+async def test_h36_an_entry_does_not_overtake_a_refused_one_of_its_key() -> None:
+    def refuses_one(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND and command.send.sequence_id == 9:
+            told = wire.SendError(producer_id=1, sequence_id=9, error=wire.NotAllowedError, message="too large")
+            peer.say(send_error=told)
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(refuses_one) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        entries = [entry for number, key in ((8, "a"), (9, "b"), (10, "c"), (11, "b"), (12, "d"))
+                   for entry in entries_of(message(number, key=key))]  # fmt: skip
+        answers = await producer.publish(entries, largest=10_000)
+        assert (answers.stored, [*answers.refused]) == ([0, 2], [1])
+        connection.close()
+
+
 @pytest.mark.parametrize("number", [8, 9])
 async def test_h99_an_entry_that_failed_before_a_stored_one_is_not_taken_for_stored(number: int) -> None:
     def fails_once(peer: Peer, command: wire.Command) -> None:

@@ -178,12 +178,20 @@ class Producer:
 def _chunks(entries: Sequence[Entry], largest: int) -> Iterator[range]:
     """What may be on its way together."""
     start = 0
+    keys: set[str] = set()
     for index, entry in enumerate(entries):
-        size = len(entry.payload)
+        size, key = len(entry.payload), entry.key
         if size > largest:
             if start < index:
                 yield range(start, index)
             yield range(index, index + 1)
             start, largest = index + 1, size
+            keys.clear()
+        elif key is not None:
+            if key in keys:  # if the one before it were refused all the same, this one would overtake it
+                yield range(start, index)
+                start = index
+                keys.clear()
+            keys.add(key)
     if start < len(entries):
         yield range(start, len(entries))
