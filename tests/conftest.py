@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import pytest
 from sqlalchemy import Dialect, Engine, event
 
+from pillarbox.outbox import SHARDS
 from pillarbox.testing.pulsar import PulsarCluster
 from tests.servers import (
     CELL,
@@ -32,7 +33,7 @@ from tests.servers import (
 
 
 class FreshDatabase(Protocol):
-    def __call__(self, kind: str, *, empty: bool = False) -> Database: ...
+    def __call__(self, kind: str, *, empty: bool = False, shards: int = SHARDS) -> Database: ...
 
 
 USED, MISSING = "server used", "server missing"  # what a test's report says about servers
@@ -95,13 +96,13 @@ def use_server(servers: Servers, request: pytest.FixtureRequest) -> Callable[[st
 def fresh_database(servers: Servers, use_server: Callable[[str], Server]) -> Iterator[FreshDatabase]:
     """Make a new database: `fresh_database("mariadb")`. All are dropped at the end of the test.
 
-    Whoever works in it migrates it, which may have been done: with ``empty=True`` it was not.
+    Whoever works in it migrates it, which may have been done, with so many shards: with ``empty=True`` it was not.
     """
     made: list[Database] = []
 
-    def fresh(kind: str, *, empty: bool = False) -> Database:
+    def fresh(kind: str, *, empty: bool = False, shards: int = SHARDS) -> Database:
         use_server(kind)
-        made.append(servers.create_database(kind, empty=empty))
+        made.append(servers.create_database(kind, empty=empty, shards=shards))
         return made[-1]
 
     yield fresh

@@ -36,6 +36,7 @@ from sqlalchemy import create_engine
 
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import MissingExtraError, MissingProgramError
+from pillarbox.outbox import SHARDS
 from pillarbox.stores.migrations import migrate
 from pillarbox.testing import maven, pulsar
 from tests import binaries, jars, keeper
@@ -99,7 +100,7 @@ class DatabaseServer(Server):
     @abstractmethod
     def create(self, name: str) -> None: ...
 
-    def copy(self, name: str) -> None:
+    def copy(self, name: str, shards: int) -> None:  # noqa: ARG002  what is empty has none
         """Create a database that may be migrated already, where a copy is quicker than to migrate it."""
         self.create(name)
 
@@ -118,7 +119,7 @@ class Postgres(DatabaseServer):
         # To copy files is quicker than to write what is in them, twice, which has been the default since it is one.
         self._execute("CREATE DATABASE {}" + (" STRATEGY FILE_COPY" if self._has_strategies else ""), name)
 
-    def copy(self, name: str) -> None:
+    def copy(self, name: str, shards: int) -> None:
         if not self._has_template:
             self.create(_TEMPLATE)
             _migrate(self.address(_TEMPLATE).replace("postgresql:", "postgresql+psycopg:", 1))
@@ -126,7 +127,7 @@ class Postgres(DatabaseServer):
         files = " STRATEGY FILE_COPY" if self._has_strategies else ""
         self._execute(f"CREATE DATABASE {{}} TEMPLATE {_TEMPLATE}{files}", name)
         with psycopg.connect(self.address(name), autocommit=True) as connection:
-            connection.execute("UPDATE pillarbox_meta SET install_id = gen_random_uuid()")
+            connection.execute("UPDATE pillarbox_meta SET install_id = gen_random_uuid(), shards = %s", [shards])
 
     @property
     def _has_strategies(self) -> bool:
@@ -387,14 +388,14 @@ class SQLite(DatabaseServer):
     def create(self, name: str) -> None:
         """The first connection creates it."""
 
-    def copy(self, name: str) -> None:
+    def copy(self, name: str, shards: int) -> None:
         if not self._has_template:
             _migrate(self.url(_TEMPLATE, "pysqlite"))
             self._has_template = True
         file = self.folder / f"{name}.db"
         shutil.copyfile(self.folder / f"{_TEMPLATE}.db", file)
         with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-            connection.execute("UPDATE pillarbox_meta SET install_id = ?", [uuid4().hex])
+            connection.execute("UPDATE pillarbox_meta SET install_id = ?, shards = ?", [uuid4().hex, shards])
 
     def drop(self, name: str) -> None:
         for file in self.folder.glob(f"{name}.db*"):
@@ -671,12 +672,15 @@ class Servers:
         self._exits.callback(server.stop)
         return server
 
-    def create_database(self, kind: str, *, empty: bool = True) -> Database:
-        """A new database: empty, or as a migration leaves it, where that is quicker."""
+    def create_database(self, kind: str, *, empty: bool = True, shards: int = SHARDS) -> Database:
+        """A new database: empty, or as a migration with so many shards leaves it, where that is quicker."""
         server = self.get(kind)
         assert isinstance(server, DatabaseServer)
         database = Database(kind, next(self._names), server)
-        (server.create if empty else server.copy)(database.name)
+        if empty:
+            server.create(database.name)
+        else:
+            server.copy(database.name, shards)
         return database
 
     def stop(self) -> None:

@@ -87,7 +87,7 @@ async def open_box(database: Database) -> AsyncIterator[tuple[Pillarbox, MemoryT
 
 @pytest.fixture(params=["embedded", "mariadb", "sqlite"])
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
-    return fresh_database(request.param)
+    return fresh_database(request.param, shards=2)
 
 
 @pytest.fixture

@@ -120,8 +120,8 @@ class TestConsumers:
 
 
 class TestAdmission:
-    async def test_a_database_without_the_table_says_what_to_do(self, database: Database) -> None:
-        engine = create_async_engine(database.url())
+    async def test_a_database_without_the_table_says_what_to_do(self, empty_database: Database) -> None:
+        engine = create_async_engine(empty_database.url())
         with pytest.raises(NotMigratedError, match="pillarbox migrate"):
             await call(engine, SqlInbox().admit, 1, None, arrivals(1))
         await engine.dispose()

@@ -166,7 +166,7 @@ class OwnLabels(Projection, row=OwnLabelRow, guarded=False):
 async def open_box(url: str, **options: Any) -> AsyncIterator[Pillarbox]:
     engine = create_async_engine(url)
     routes = [Route("tests.rebuilt.*", to="broker", topic=TOPIC)]
-    async with Pillarbox(engine, transports={"broker": MemoryTransport()}, routes=routes, **options) as box:
+    async with Pillarbox(engine, transports={"broker": MemoryTransport()}, routes=routes, shards=2, **options) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
@@ -176,7 +176,7 @@ async def open_box(url: str, **options: Any) -> AsyncIterator[Pillarbox]:
 
 @pytest.fixture(params=["embedded", "mariadb", "sqlite"])
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
-    return fresh_database(request.param)
+    return fresh_database(request.param, shards=2)
 
 
 @pytest.fixture
@@ -186,8 +186,8 @@ async def box(database: Database) -> AsyncIterator[Pillarbox]:
 
 
 @pytest.fixture
-async def postgres_box(postgres_database: Database) -> AsyncIterator[Pillarbox]:
-    async with open_box(postgres_database.url()) as box:
+async def postgres_box(fresh_database: FreshDatabase) -> AsyncIterator[Pillarbox]:
+    async with open_box(fresh_database("embedded", shards=2).url()) as box:
         yield box
 
 
