@@ -70,8 +70,8 @@ def broker() -> MemoryTransport:
 async def box(
     request: pytest.FixtureRequest, fresh_database: FreshDatabase, broker: MemoryTransport
 ) -> AsyncIterator[Pillarbox]:
-    engine = create_async_engine(fresh_database(request.param).url())
-    async with Pillarbox(engine, transports={"broker": broker}) as box:
+    engine = create_async_engine(fresh_database(request.param, shards=2).url())
+    async with Pillarbox(engine, transports={"broker": broker}, shards=2) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)

@@ -29,6 +29,7 @@ from pillarbox.testing.pulsar import PulsarCluster
 from pillarbox.transports.pulsar import PulsarTransport
 from pillarbox.transports.pulsar.connection import Endpoint
 from pillarbox.transports.pulsar.names import TopicName
+from tests.conftest import FreshDatabase
 from tests.integration.test_pulsar_transport import limit_messages, new_topic
 from tests.prove import ack_kill
 from tests.prove.ack_kill import Acknowledged, Where, compare, read_topic
@@ -51,7 +52,6 @@ class Shop:
     broker: Any
     topic: str
     options: dict[str, Any] = field(default_factory=dict)
-    shards: int | None = None
     written: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @asynccontextmanager
@@ -59,7 +59,7 @@ class Shop:
         transport = transport or PulsarTransport(self.broker.url, admin_url=self.broker.admin_url, **self.options)
         routes = [Route("pulsar_lane.order.*", to="pulsar", topic=self.topic, name="orders", **route)]
         async with Pillarbox(
-            create_async_engine(self.database), transports={"pulsar": transport}, routes=routes, shards=self.shards
+            create_async_engine(self.database), transports={"pulsar": transport}, routes=routes
         ) as box:
             await box.migrate()
             yield box
@@ -260,9 +260,11 @@ async def test_h111_a_message_over_the_limit_of_the_broker_fails_by_itself(shop:
     await shop.check()
 
 
-async def test_h99_a_limit_that_is_lowered_while_entries_are_on_their_way_loses_nothing(shop: Shop) -> None:
+async def test_h99_a_limit_that_is_lowered_while_entries_are_on_their_way_loses_nothing(
+    fresh_database: FreshDatabase, pulsar: Pulsar
+) -> None:
     """The entry of b is larger than the topic takes from now on, and smaller than what it took before."""
-    shop.shards = 1
+    shop = Shop(fresh_database("embedded", shards=1).url(), pulsar, new_topic())
     async with shop.open(retry=RetryPolicy(base=0.1, cap=0.1)) as box, relaying(box):
         await shop.write(box, "a", size=60_000)
         await until_sent(box)
