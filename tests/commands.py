@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_IMPORTED = ("pillarbox.cli.outbox", "pillarbox.cli.doctor", "pillarbox.cli.relay", "pillarbox.stores.migrations")
+_IMPORTED = (
+    *(f"pillarbox.cli.{name}" for name in ("dlq", "doctor", "lanes", "outbox", "relay", "retention")),
+    "pillarbox.stores.migrations",
+    *("aiosqlite", "asyncmy", "asyncpg"),
+    *(f"sqlalchemy.dialects.{name}" for name in ("mysql.asyncmy", "postgresql.asyncpg", "sqlite.aiosqlite")),
+)
 
 
 def _server() -> ForkServerContext:
