@@ -618,10 +618,10 @@ def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> fr
     """The shards of a route that are for a relay, and not paused: those that it keeps to. One that keeps to none leaves
     to others what they keep to, as long as they live.
     """
-    ground = frozenset(range(census.shard_count)) if shards is None else shards
-    kept = [census.shards.get(name, frozenset()) for name, served in census.relays.items() if route in served]
-    left = ground.difference(*kept) if shards is None else ground
-    return frozenset(shard for shard in left if LaneName(route, shard) not in census.paused)
+    if shards is None:
+        kept = [census.shards.get(name, frozenset()) for name, served in census.relays.items() if route in served]
+        shards = frozenset(range(census.shard_count)).difference(*kept)
+    return frozenset(shard for shard in shards if LaneName(route, shard) not in census.paused)
 
 
 def fair_share(relay: str, route: int, shards: frozenset[int] | None, census: Census) -> int:
