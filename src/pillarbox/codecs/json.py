@@ -23,9 +23,12 @@ class JsonCodec:
         return content_from_headers(headers, parse_object(body))
 
 
+_objects = msgspec.json.Decoder(dict[str, object])  # made once: that takes longer than a small body
+
+
 def parse_object(body: bytes) -> dict[str, object]:
     """A JSON object, or `UnknownEventError`."""
     try:
-        return msgspec.json.decode(body, type=dict[str, object])
+        return _objects.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UnknownEventError(f"the body is not a JSON object: {error}") from None
