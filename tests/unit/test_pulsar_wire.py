@@ -427,15 +427,16 @@ async def test_a_broker_that_is_there_and_never_answers_is_not_waited_for(monkey
         connection.close()
 
 
-async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
-    def refuses_large(peer: Peer, command: wire.Command) -> None:
-        if command.type == Type.SEND and command.send.sequence_id == 9:
-            told = wire.SendError(producer_id=1, sequence_id=9, error=wire.NotAllowedError, message="too large")
-            peer.say(send_error=told)
-        else:
-            well_behaved(peer, command)
+def refuses_nine(peer: Peer, command: wire.Command) -> None:
+    if command.type == Type.SEND and command.send.sequence_id == 9:
+        told = wire.SendError(producer_id=1, sequence_id=9, error=wire.NotAllowedError, message="too large")
+        peer.say(send_error=told)
+    else:
+        well_behaved(peer, command)
 
-    async with peer_that(refuses_large) as (endpoint, peers):
+
+async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
+    async with peer_that(refuses_nine) as (endpoint, peers):
         connection = await connected(endpoint)
         producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
         assert producer.last == 7
@@ -449,14 +450,7 @@ async def test_h99_nothing_leaves_behind_an_entry_that_may_be_refused() -> None:
 
 
 async def test_h36_an_entry_does_not_overtake_a_refused_one_of_its_key() -> None:
-    def refuses_one(peer: Peer, command: wire.Command) -> None:
-        if command.type == Type.SEND and command.send.sequence_id == 9:
-            told = wire.SendError(producer_id=1, sequence_id=9, error=wire.NotAllowedError, message="too large")
-            peer.say(send_error=told)
-        else:
-            well_behaved(peer, command)
-
-    async with peer_that(refuses_one) as (endpoint, _):
+    async with peer_that(refuses_nine) as (endpoint, _):
         connection = await connected(endpoint)
         producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
         entries = [entry for number, key in ((8, "a"), (9, "b"), (10, "c"), (11, "b"), (12, "d"))
