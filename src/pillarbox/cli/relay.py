@@ -147,9 +147,11 @@ async def _check_shards(box: Pillarbox, shards: Shards | None) -> None:
 
 
 async def _check_tenants(box: Pillarbox, tenants: frozenset[str] | None) -> None:
+    if tenants is None:
+        return
     async with box.engine.connect() as connection:
         ways = (await connection.execute(select(routes.c.shard_by))).scalars().all()
-    if tenants is not None and ways and "tenant" not in ways:
+    if ways and "tenant" not in ways:
         raise CommandError(
             '--tenants: no route in this database is sharded by tenant; say Route(..., shard_by="tenant")', Exit.USAGE
         )
