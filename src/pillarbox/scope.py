@@ -26,7 +26,6 @@ from sqlalchemy import (
     __version__,
     event,
 )
-from sqlalchemy.dialects import mysql
 from sqlalchemy.orm import FromStatement, Mapped, MappedColumn, Mapper, ORMExecuteState, declared_attr, mapped_column
 from sqlalchemy.sql.visitors import HasTraverseInternals
 
@@ -46,7 +45,7 @@ def mixin_column(make: Callable[[], MappedColumn[_Value]]) -> Mapped[_Value]:
 
 def _tenant_column() -> MappedColumn[str]:
     # MySQL compares without regard to case unless told otherwise. The old value is needed to see whose row it was.
-    kind = String(200).with_variant(mysql.VARCHAR(200, collation="utf8mb4_bin"), "mysql", "mariadb")
+    kind = String(200).with_variant(String(200, collation="utf8mb4_bin"), "mysql", "mariadb")
     return mapped_column(kind, nullable=False, active_history=True, sort_order=-1)
 
 
