@@ -326,7 +326,7 @@ def assert_nothing_is_left(database: Database) -> None:
 
 class TestDemo:
     def test_balances_through_every_fault(self, demo: Demo, migrated: Database) -> None:
-        printed, complaint = demo("--seconds", "8", "--json")
+        printed, complaint = demo("--seconds", "5", "--json")
         report = json.loads(printed)
         assert report.keys() == KEYS
         assert report["balanced"]

@@ -179,6 +179,10 @@ def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> D
     return fresh_database(request.param, shards=2)
 
 
+on_postgres = pytest.mark.parametrize("database", ["embedded"], indirect=True)
+"""For what does not depend on how a database changes tables: letters and the past are the same rows in each."""
+
+
 @pytest.fixture
 async def box(database: Database) -> AsyncIterator[Pillarbox]:
     async with open_box(database.url()) as box:
@@ -407,6 +411,7 @@ async def letters_of(box: Pillarbox, **wanted: Any) -> list[tuple[LetterKind, Le
     return [(it.kind, it.state) async for it in box.dead_letters(states=states, **wanted)]
 
 
+@on_postgres
 async def test_an_event_that_nobody_can_bear_is_left_out(box: Pillarbox) -> None:
     projection = Labels()
     projection.refused = frozenset({2})
@@ -420,6 +425,7 @@ async def test_an_event_that_nobody_can_bear_is_left_out(box: Pillarbox) -> None
     assert await letters_of(box) == [(LetterKind.POISON, LetterState.OPEN)]
 
 
+@on_postgres
 async def test_one_that_can_be_applied_now_has_its_letter_closed(box: Pillarbox) -> None:
     projection = Labels()
     projection.refused = frozenset({2})
@@ -432,6 +438,7 @@ async def test_one_that_can_be_applied_now_has_its_letter_closed(box: Pillarbox)
     assert await letters_of(box) == [(LetterKind.POISON, LetterState.REDRIVEN)]
 
 
+@on_postgres
 async def test_one_that_cannot_be_applied_any_more_gets_a_letter(box: Pillarbox) -> None:
     projection = Labels()
     labels = projected(box, projection)
@@ -447,6 +454,7 @@ async def test_one_that_cannot_be_applied_any_more_gets_a_letter(box: Pillarbox)
     assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
 
 
+@on_postgres
 async def test_an_error_that_nobody_knows_ends_it_and_leaves_everything(box: Pillarbox) -> None:
     projection = Labels()
     labels = projected(box, projection)
@@ -462,6 +470,7 @@ async def test_an_error_that_nobody_knows_ends_it_and_leaves_everything(box: Pil
     assert (await generation(box, labels.name), await inbox_size(box, labels.name, 2)) == (1, 0)
 
 
+@on_postgres
 async def test_what_waits_for_its_predecessors_waits_in_the_new_one(box: Pillarbox) -> None:
     jars = projected(box, WholeJars)
     await fill_jars(box, 2)
@@ -488,6 +497,7 @@ async def test_what_waits_for_its_predecessors_waits_in_the_new_one(box: Pillarb
     assert await letters_of(box) == []
 
 
+@on_postgres
 async def test_what_a_failure_keeps_back_is_left_to_the_live_one(box: Pillarbox) -> None:
     projection = FaultyJars()
     jars = box.projection(projection, source="outbox", retry=RetryPolicy(base=3600, cap=3600))
@@ -511,6 +521,7 @@ async def test_what_a_failure_keeps_back_is_left_to_the_live_one(box: Pillarbox)
     assert await rows_of(box, JarRow) == [row]
 
 
+@on_postgres
 async def test_what_people_have_decided_about_letters_holds(box: Pillarbox) -> None:
     projection = Labels()
     projection.refused = frozenset({2, 3})
@@ -712,6 +723,7 @@ async def test_the_small_form_of_the_proof(fresh_database: FreshDatabase) -> Non
     assert life.written
 
 
+@on_postgres
 async def test_a_letter_that_is_mended_meanwhile_has_its_effect(box: Pillarbox) -> None:
     projection = Labels()
     projection.refused = frozenset({2})
@@ -734,6 +746,7 @@ async def test_a_letter_that_is_mended_meanwhile_has_its_effect(box: Pillarbox) 
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
+@on_postgres
 async def test_h86_what_handlers_have_done_is_not_done_again(box: Pillarbox) -> None:
     mails = box.consumer("mails", source="outbox")
 
@@ -756,6 +769,7 @@ async def test_a_second_rebuild_at_the_same_time(box: Pillarbox) -> None:
     assert (await labels.rebuild()).generation == 3
 
 
+@on_postgres
 async def test_a_past_that_is_not_whole(box: Pillarbox) -> None:
     labels = projected(box, Labels)
     await fill_jars(box, 3)
