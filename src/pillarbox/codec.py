@@ -48,11 +48,11 @@ def content_from_headers(headers: Mapping[str, str], payload: Mapping[str, Any])
         return Content(
             name=headers["event_type"],
             version=int(headers["schema_version"].removeprefix("v")),
-            event_id=UUID(headers["event_id"]),
+            event_id=msgspec.convert(headers["event_id"], UUID),  # quicker than UUID itself
             occurred_at=datetime.fromisoformat(headers["occurred_at"]),
             payload=payload,
         )
     except KeyError as missing:
         raise UnknownEventError(f"the message has no header {missing.args[0]!r}") from None
-    except ValueError as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise UnknownEventError(f"the message has an unreadable header: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..transport import Message, Received
 
@@ -22,16 +22,16 @@ class Work:
 
     received: Received
     line: Line = None
+    tenant: str | None = field(init=False)
+    """Whose it is."""
+
+    def __post_init__(self) -> None:
+        self.tenant = self.received.message.headers.get("tenant_id")
 
     @property
     def message(self) -> Message:
         """What came in."""
         return self.received.message
-
-    @property
-    def tenant(self) -> str | None:
-        """Whose it is."""
-        return self.received.message.headers.get("tenant_id")
 
 
 class Desk:
