@@ -18,6 +18,7 @@
     │   ├── SessionSharedError          two tasks or threads in one session at the same time
     │   └── BulkStatementError          a bulk statement on aggregates, which raises no events
     ├── ConcurrencyError                somebody else changed the aggregate first
+    │   └── BeingSwappedError           a rebuild is just putting another table in the place of a projection's
     ├── NotFoundError                   (LookupError) a repository has no such entity
     ├── CommitOutcomeUnknown            COMMIT was sent and no answer came back
     ├── TenancyError                    a missing, second or foreign tenant
@@ -115,6 +116,10 @@ class BulkStatementError(SessionError):
 
 class ConcurrencyError(PillarboxError):
     """Somebody else changed the aggregate between our read and our write: load it again and redo."""
+
+
+class BeingSwappedError(ConcurrencyError):
+    """A rebuild is just putting another table in the place of a projection's: in a moment it goes on."""
 
 
 class NotFoundError(PillarboxError, LookupError):

@@ -2,7 +2,8 @@
 
 The consumer is a destination of its own, like a durable handler: its events are written to the outbox under a route
 with its name, a relay brings them in order per key, and what it has dealt with counts as delivered. A message that
-fails for now is rejected for now: the relay lets its key wait, and brings it again.
+fails for now is rejected for now: the relay lets its key wait, and brings it again. While none can be dealt with, the
+consumer is a destination that is away.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class ConsumerDestination:
                     if work.line in dealt.reasons:
                         rejected.setdefault(work.line, Rejection(places[id(work)], dealt.reasons[work.line]))
                     else:
-                        away = "everything fails"
+                        away = dealt.away or "everything fails"
                 if away is not None:
                     break
         finally:

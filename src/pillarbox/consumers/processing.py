@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..context import caused_by
-from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
+from ..errors import BeingSwappedError, ConfigurationError, EventError, StoreError, UnknownEventError
 from ..inbox import Admission, Arrival, Inbox, Letter, LetterFilter, LetterKind, Letters, LetterState, digest_of
 from ..outbox import Delivery
 from ..redaction import redacted
@@ -52,6 +52,9 @@ class Dealt:
     delays: dict[Line, float] = field(default_factory=dict)
     """How long their lines should wait."""
     reasons: dict[Line, str] = field(default_factory=dict)
+    """Why those lines wait whose messages have failed."""
+    away: str = ""
+    """Why nothing at all can be dealt with now: no message has failed, and no line is to blame."""
 
     def add(self, other: Dealt) -> None:
         """And this."""
@@ -59,6 +62,7 @@ class Dealt:
         self.left += other.left
         self.delays |= other.delays
         self.reasons |= other.reasons
+        self.away = self.away or other.away
 
 
 @dataclass(slots=True)
@@ -113,6 +117,8 @@ class Processor:
         except (Exception, asyncio.CancelledError) as error:
             if _is_for_us(error):
                 raise
+            if isinstance(error, BeingSwappedError):
+                return self._wait_for_swap(works, error)
             if len(works) > 1:
                 return await self._one_by_one(works)
             return await self._after_failure(works[0], error)
@@ -211,6 +217,15 @@ class Processor:
         self._tell_if_long(work, trouble, reason)
         delay = self._retry.delay(trouble.attempts)
         return Dealt(left=[work], delays={work.line: delay}, reasons={work.line: redacted(reason)})
+
+    def _wait_for_swap(self, works: Sequence[Work], error: BeingSwappedError) -> Dealt:
+        """To try them one by one would change nothing, and to reject them would say that they are at fault."""
+        first, reason = works[0], redacted(f"{type(error).__name__}: {error}")
+        self._report.failed(first.message, classify(error), reason, error)
+        trouble = self._trouble(first)
+        self._tell_if_long(first, trouble, reason)
+        delay = self._retry.delay(trouble.attempts)
+        return Dealt(left=[*works], delays={work.line: delay for work in works}, away=reason)
 
     def _is_its_own_fault(self, trouble: _Trouble) -> bool:
         """It has failed for too long, while others succeed. If nothing does, it is not the message."""

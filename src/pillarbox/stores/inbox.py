@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, bindparam, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from ..errors import ConcurrencyError, StoreError
+from ..errors import BeingSwappedError, StoreError
 from ..inbox import Admission, Arrival
 from ..outbox import stable_hash
 from .append import explained
@@ -325,14 +325,14 @@ def read_committed(connection: Connection) -> None:
 
 
 def hold_generation(connection: Connection, name: str) -> int:
-    """The generation of a projection, which nobody changes before the end of this transaction. `ConcurrencyError` while
-    it is being put in the place of another one.
+    """The generation of a projection, which nobody changes before the end of this transaction. `BeingSwappedError`
+    while it is being put in the place of another one.
     """
     this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
     # Beside it, others may hold it and may write how far they have come.
     found = int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
     if found < 0:
-        raise ConcurrencyError(
+        raise BeingSwappedError(
             f"projection {name} is being swapped for its generation {-found}: in a moment it goes on; if that lasts, a "
             "rebuild has died just then, and another one mends it"
         )
