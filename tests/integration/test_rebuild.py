@@ -20,7 +20,7 @@ from pillarbox import Aggregate, IntegrationEvent, Pillarbox, Poison, RetryPolic
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.inbox import LetterKind, LetterState, consumer_id
-from pillarbox.projections import Add, Change, Projection, ProjectionRow, on
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, history, on
 from pillarbox.projections import rebuild as rebuilding
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
 from pillarbox.stores import archive
@@ -658,6 +658,21 @@ async def test_readers_see_no_error_and_always_a_whole_table(box: Pillarbox) -> 
         reading = False
         await asyncio.gather(*readers)
     assert seen == {total}
+
+
+async def test_the_past_ends_where_it_was_read_from_first(box: Pillarbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others write while pages are applied would keep a rebuild from its end, and the live one held."""
+    monkeypatch.setattr(history, "PAGE", 3)
+    labels = projected(box, Labels)
+    await fill_jars(box, 3)
+    async with box.engine.connect() as connection:
+        feed = await connection.run_sync(history.feed_of, labels.name, "outbox", [], ["tests.rebuilt.filled"])
+    read: list[int] = []
+    async for page in history.unseen(box.engine, feed, live=1, new=2):
+        if not read:
+            await fill_jars(box, 3)
+        read.append(len(page))
+    assert read == [3, 3, 2]
 
 
 async def test_somebody_reads_for_long_and_the_swap_waits_without_a_queue(postgres_box: Pillarbox) -> None:

@@ -125,12 +125,14 @@ async def _stream(engine: AsyncEngine, feed: Feed, live: int, new: int) -> Async
 
 async def _pages(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:
     wanted = _unseen(feed, live, new)
-    # SQLite has one writer at a time: rows commit in the order of their ids, and each page may have its own snapshot.
-    # One for all would keep it from tidying up.
+    # SQLite has one writer at a time: rows commit in the order of their ids, so those up to the last one are as good as
+    # a snapshot, which would keep it from tidying up.
     at_once = engine.dialect.name != "sqlite"
     async with engine.connect() as connection:
         if at_once:
             connection = await connection.execution_options(isolation_level="REPEATABLE READ")  # noqa: PLW2901
+        last = await connection.scalar(select(func.max(outbox.c.id)))
+        wanted = wanted.where(outbox.c.id <= (last or 0))
         after = 0
         while rows := (await connection.execute(wanted.where(outbox.c.id > after).limit(PAGE))).all():
             if not at_once:
