@@ -660,6 +660,17 @@ async def test_readers_see_no_error_and_always_a_whole_table(box: Pillarbox) -> 
     assert seen == {total}
 
 
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+async def test_the_past_is_read_without_a_turn_to_write(box: Pillarbox) -> None:
+    """A long read would keep all writers out, and many small writes keep it out."""
+    labels = projected(box, Labels)
+    await fill_jars(box, 3)
+    async with box.engine.begin() as writer:
+        feed = await writer.run_sync(history.feed_of, labels.name, "outbox", [], ["tests.rebuilt.filled"])
+        pages = [page async for page in history.unseen(box.engine, feed, live=1, new=2)]
+    assert [len(page) for page in pages] == [8]
+
+
 async def test_the_past_ends_where_it_was_read_from_first(box: Pillarbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others write while pages are applied would keep a rebuild from its end, and the live one held."""
     monkeypatch.setattr(history, "PAGE", 3)

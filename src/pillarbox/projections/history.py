@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..consumers.home import OUTBOX
 from ..errors import ConfigurationError, StoreError
 from ..outbox import BUS, Status
-from ..stores import archive
+from ..stores import archive, sqlite
 from ..stores.archive import Archived
 from ..stores.tables import inbox, meta, outbox, routes
 from ..transport import Message
@@ -127,16 +127,12 @@ async def _pages(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncG
     wanted = _unseen(feed, live, new)
     # SQLite has one writer at a time: rows commit in the order of their ids, so those up to the last one are as good as
     # a snapshot, which would keep it from tidying up.
-    at_once = engine.dialect.name != "sqlite"
-    async with engine.connect() as connection:
-        if at_once:
-            connection = await connection.execution_options(isolation_level="REPEATABLE READ")  # noqa: PLW2901
+    level = "AUTOCOMMIT" if engine.dialect.name == "sqlite" else "REPEATABLE READ"
+    async with engine.execution_options(isolation_level=level).connect() as connection:
         last = await connection.scalar(select(func.max(outbox.c.id)))
         wanted = wanted.where(outbox.c.id <= (last or 0))
         after = 0
         while rows := (await connection.execute(wanted.where(outbox.c.id > after).limit(PAGE))).all():
-            if not at_once:
-                await connection.rollback()
             yield [_message(row) for row in rows]
             after = rows[-1].id
 
@@ -221,7 +217,7 @@ _UNSEEN = text(
 
 async def archived(engine: AsyncEngine, files: Sequence[Path], feed: Feed) -> AsyncGenerator[list[Message], None]:
     """What these files have for this feed, from the oldest file on. All of them are verified first."""
-    async with engine.connect() as connection:
+    async with sqlite.for_reading(engine).connect() as connection:
         here = (await connection.execute(select(meta.c.install_id))).scalar_one()
     known = [(file, await asyncio.to_thread(archive.verify, file)) for file in files]
     for file, summary in known:

@@ -61,6 +61,7 @@ from ..consumers.failure import Failure, classify
 from ..errors import ConfigurationError, PillarboxError
 from ..interceptors.read_cache import ReadCache, cache_key
 from ..scope import TenantScoped, scoped_tables
+from ..stores import sqlite
 from ..tenancy import UNSCOPED, Tenancy, tenant_for
 
 MAX_LIMIT = 1000
@@ -220,7 +221,7 @@ class ReadDao(Generic[T]):
             return self._source
         engine = self._source if isinstance(self._source, AsyncEngine) else self._source.engine
         if self._made is None or self._made[0] is not engine:  # a box that was started again has another one
-            made = async_sessionmaker(_for_reading(engine))
+            made = async_sessionmaker(sqlite.for_reading(engine))
             self._made = engine, made if isinstance(self._source, AsyncEngine) else self._source.bind(made)
         return self._made[1]
 
@@ -229,11 +230,6 @@ class ReadDao(Generic[T]):
         if self._cached is None or self._cached[0] is not sessions:
             self._cached = sessions, ReadCache(cache, _unscoped(sessions), ttl=self._ttl)
         return self._cached[1]
-
-
-def _for_reading(engine: AsyncEngine) -> AsyncEngine:
-    """On SQLite a box begins all transactions as a writer. One statement needs no transaction, nor a turn to write."""
-    return engine.execution_options(isolation_level="AUTOCOMMIT") if engine.dialect.name == "sqlite" else engine
 
 
 def _unscoped(sessions: async_sessionmaker[Any]) -> async_sessionmaker[Any]:

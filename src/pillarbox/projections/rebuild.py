@@ -219,7 +219,7 @@ class Rebuild:
         # By another name, so that what it holds is not mistaken for what the live one holds.
         self._reader = Reader(self._alias, self._live, self._home.codecs)
         self._projection.read = self._read_held
-        await self._in_transaction(self._shadow.check)
+        await self._ask(self._shadow.check)
         await self._in_transaction(shadow_of(self._live.table, self._old, self._engine.dialect).drop)
         await self._forget(self._old - 1)
         await self._forget(self._new)
@@ -239,12 +239,12 @@ class Rebuild:
         """The generation of the live table. If somebody died between the mark and the end of a swap, this finishes it,
         or takes the mark away.
         """
-        found: int = await self._in_transaction(stored.generation_of, self._name)
+        found: int = await self._ask(stored.generation_of, self._name)
         if found > 0:
             return found
         self._old, self._new = -found - 1, -found
         self._shadow = shadow_of(self._live.table, self._new, self._engine.dialect)
-        if await self._in_transaction(self._shadow.is_there):
+        if await self._ask(self._shadow.is_there):
             await self._in_transaction(stored.set_generation, self._name, self._old)
             return self._old
         await self._in_transaction(self._finish)
@@ -277,6 +277,10 @@ class Rebuild:
         while await self._in_transaction(self._inbox.prune, number, ever, CLEARED_AT_ONCE):
             pass
 
+    async def _ask(self, question: Callable[..., Any], *given: Any) -> Any:
+        async with sqlite.for_reading(self._engine).connect() as connection:
+            return await connection.run_sync(question, *given)
+
     async def _in_transaction(self, work: Callable[..., Any], *given: Any) -> Any:
         async with self._engine.begin() as connection:
             return await connection.run_sync(work, *given)
@@ -292,17 +296,17 @@ class Rebuild:
             stack.push_async_callback(subscription.close)
             return _Broker(subscription)
         names = [kind.name for kind in self._live.kinds]
-        feed = await self._in_transaction(history.feed_of, self._name, self._source, self._topics, names)
+        feed = await self._ask(history.feed_of, self._name, self._source, self._topics, names)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
         files: Sequence[Path] = () if isinstance(source, str) else source
         if not files:
-            self._total = await self._in_transaction(history.count, feed)
+            self._total = await self._ask(history.count, feed)
         live, new = (consumer_id(self._name, generation) for generation in (self._old, self._new))
         return _Outbox(self._engine, feed, live, new, files)
 
     async def _go_through(self, past: _Past, *, incomplete: bool) -> None:
-        began = await self._in_transaction(lambda it: it.scalar(select(from_now())))
+        began = await self._ask(lambda it: it.scalar(select(from_now())))
         await self._tell(Stage.REPLAYING)
         await self._apply_all(past, Stage.REPLAYING)
         self._incomplete = incomplete
@@ -316,7 +320,7 @@ class Rebuild:
 
     async def _apply_all(self, past: _Past, stage: Stage | None) -> int:
         """Apply all that is there now; how much that was."""
-        self._amended = await self._in_transaction(_amended, self._name)
+        self._amended = await self._ask(_amended, self._name)
         for place, body in self._amended.items():
             if body is not None and place in self._left_out:
                 del self._left_out[place]  # somebody has redriven it since: so it can be applied
@@ -410,7 +414,7 @@ class Rebuild:
         """The new table must not lack what the old one has had before that, as far as the inbox remembers."""
         if self._incomplete:
             return
-        lacking = await self._in_transaction(self._lacking, began)
+        lacking = await self._ask(self._lacking, began)
         if lacking:
             raise StoreError(
                 f"projection {self._name} is as it was: it has had {lacking:,} events or more that are not found any "

@@ -30,6 +30,11 @@ async def use_write_ahead_log(engine: AsyncEngine) -> None:
             await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
 
 
+def for_reading(engine: AsyncEngine) -> AsyncEngine:
+    """The engine for those who only read: a statement needs no transaction, nor a turn to write."""
+    return engine.execution_options(isolation_level="AUTOCOMMIT") if engine.dialect.name == "sqlite" else engine
+
+
 def _begin(connection: Connection) -> None:
     if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
         return
