@@ -119,7 +119,7 @@ class Collector:
     ends.
     """
 
-    def __init__(self, session: Session, outbox: Outbox, lend: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, session: Session, outbox: Outbox, lend: Callable[[Any], AbstractContextManager[None]]) -> None:
         self._lend = lend
         self._session = weakref.ref(session)  # aggregates refer to us: they must not keep the session alive
         self._outbox = outbox
@@ -265,7 +265,7 @@ class Collector:
             around = async_session(self.session)
             if around is None:
                 raise SessionError("an async handler with before_commit=True needs an AsyncSession")
-            with self._lend():
+            with self._lend(self.session):
                 await_only(handler(event, around))
 
     def _prepare_row(self, aggregate: Aggregate) -> None:

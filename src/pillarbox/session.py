@@ -47,7 +47,7 @@ class BoundSession(Session):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.collector = Collector(self, self.pillarbox, lend=self._lent)
+        self.collector = Collector(self, self.pillarbox, lend=BoundSession._lent)
         self._holder: greenlet.greenlet | None = None
 
     def flush(self, objects: Any = None) -> None:

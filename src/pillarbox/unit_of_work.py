@@ -168,9 +168,10 @@ class UnitOfWork:
             await self._join(around[0])
         else:
             self._session, self._open = self._sessions(), True
-            self.session.info["uow"] = self
-            self._tenancy.assign(self.session.sync_session, self._tenant)
-            self.session.sync_session.begin()
+            session = self._session.sync_session
+            session.info["uow"] = self
+            self._tenancy.assign(session, self._tenant)
+            session.begin()
             if self._slow_after is not None:
                 self._alarm = asyncio.get_running_loop().call_later(self._slow_after, self._warn, task)
         if self._timeout is not None:
@@ -184,6 +185,7 @@ class UnitOfWork:
         if self._token is not None:
             with suppress(ValueError):  # entered in another context: that one has ended, and its variable with it
                 _current.reset(self._token)
+            self._token = None
         try:
             if self._timeout is not None:
                 await self._timeout.__aexit__(kind, error, trace)
@@ -225,14 +227,19 @@ class UnitOfWork:
     async def _end(self, error: BaseException | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        if error is None:
-            try:
-                await uninterrupted(_commit_and_close, self.session.sync_session)
-            except _NOT_ALONE:
+            self._alarm = None
+        session = self.session.sync_session
+        try:
+            if error is None:
+                await uninterrupted(_commit_and_close, session)
+            else:
                 await self._clean_up()
-                raise
-        else:
+        except _NOT_ALONE:
             await self._clean_up()
+            raise
+        finally:
+            # They come so often that none may wait for the garbage collector: nothing of it refers to itself now.
+            session.info.pop("uow", None)
 
     async def _clean_up(self) -> None:
         try:

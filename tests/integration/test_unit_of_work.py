@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
@@ -114,6 +115,19 @@ class TestCommitAndRollback:
             publisher: EventPublisher = uow
             publisher.publish(OrderNoted(note="through the port"), key="k")
         assert await written(one_box.engine) == ["noted"]
+
+    async def test_nothing_is_left_to_the_garbage_collector(self, one_box: Pillarbox) -> None:
+        gc.disable()
+        try:
+            async with one_box.unit_of_work() as uow:
+                uow.add(Order.place())
+                objects: list[Any] = [uow, uow.session, uow.session.sync_session]
+                left = [weakref.ref(each) for each in objects]
+            del uow, objects
+            await asyncio.sleep(0)  # the task that has committed is gone
+            assert [each() for each in left] == [None, None, None]
+        finally:
+            gc.enable()
 
     async def test_a_stale_version_is_a_concurrency_error(self, box: Pillarbox) -> None:
         order = await placed(box)
