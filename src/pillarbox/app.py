@@ -594,15 +594,12 @@ class _BoxOutbox:
         self._router = box.router
         self.tenancy = box.tenancy
         self.signals = box.signals
-        self._inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
+        self.inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
         self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
 
     def add_inside(self, kinds: Sequence[EventType], handler: Callable[[Any, Any], Any]) -> None:
         for kind in kinds:
-            self._inside.setdefault(kind.name, []).append(handler)
-
-    def inside(self, raised: Raised) -> Sequence[Callable[[Any, Any], Any]]:
-        return self._inside.get(raised.type.name, ()) if self._inside else ()
+            self.inside.setdefault(kind.name, []).append(handler)
 
     def put_right(self, engine: Engine) -> None:
         guard_commits(engine)

@@ -8,8 +8,8 @@ it is rolled back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
@@ -41,6 +41,11 @@ class Outbox(Protocol):
     tenancy: Tenancy
     signals: Signals
 
+    @property
+    def inside(self) -> Mapping[str, Sequence[Callable[[Any, Any], Any]]]:
+        """Handlers that run inside the transaction, by the name of the event."""
+        ...
+
     def put_right(self, engine: Engine) -> None:
         """Make COMMIT and transactions on this engine what they must be. Twice is fine."""
         ...
@@ -51,10 +56,6 @@ class Outbox(Protocol):
 
     def goes_anywhere(self, raised: Raised) -> bool:
         """Whether some route or handler wants this event."""
-        ...
-
-    def inside(self, raised: Raised) -> Sequence[Callable[[Any, Any], Any]]:
-        """Handlers that run inside the transaction."""
         ...
 
     def prepare(self, connection: Connection) -> Any:
@@ -211,7 +212,7 @@ class Collector:
 
     def flush(self, flush_orm: Callable[[], None]) -> None:
         """Let the ORM write, then write what was raised. Listeners may raise more meanwhile: go on until nothing is
-        left.
+        left. The session must not flush by itself meanwhile.
         """
         for _ in range(MAX_ROUNDS):
             self._run_handlers()
@@ -219,14 +220,11 @@ class Collector:
                 identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
             }
             self._touched = dict(prepared)
-            # To look at an expired row loads it, and that would flush.
-            with self.session.no_autoflush if prepared else nullcontext():
-                for aggregate in prepared.values():
-                    self._prepare_row(aggregate)
+            for aggregate in prepared.values():
+                self._prepare_row(aggregate)
             flush_orm()
             if self._touched.keys() <= prepared.keys() and not self._unhandled():
-                with self.session.no_autoflush:  # codecs and routes may ask for something, too
-                    self._write()
+                self._write()
                 return
         raise SessionError(
             f"events were still being raised after {MAX_ROUNDS} flushes: "
@@ -243,7 +241,7 @@ class Collector:
                 return
             self._frames[-1].handled.update(it.event_id for it in fresh)
             for it in sorted(fresh, key=lambda it: it.sequence):
-                for handler in self._outbox.inside(it):
+                for handler in self._outbox.inside[it.type.name]:
                     try:
                         self._run_handler(handler, it.event)
                     except BaseException:
@@ -252,21 +250,22 @@ class Collector:
         raise SessionError(f"handlers were still raising events after {MAX_ROUNDS} rounds: they answer each other")
 
     def _unhandled(self) -> list[Raised]:
+        if not self._outbox.inside:
+            return []
         raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
         raised += [entry.raised for entry in self._published]
-        wanted = [it for it in raised if self._outbox.inside(it)]
+        wanted = [it for it in raised if it.type.name in self._outbox.inside]
         return [it for it in wanted if not any(it.event_id in frame.handled for frame in self._frames)]
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
-        with self.session.no_autoflush:  # we are on the way to a flush
-            if not (iscoroutinefunction(handler) or iscoroutinefunction(getattr(handler, "__call__", None))):  # noqa: B004  it is callable
-                handler(event, self.session)
-                return
-            around = async_session(self.session)
-            if around is None:
-                raise SessionError("an async handler with before_commit=True needs an AsyncSession")
-            with self._lend(self.session):
-                await_only(handler(event, around))
+        if not (iscoroutinefunction(handler) or iscoroutinefunction(getattr(handler, "__call__", None))):  # noqa: B004  it is callable
+            handler(event, self.session)
+            return
+        around = async_session(self.session)
+        if around is None:
+            raise SessionError("an async handler with before_commit=True needs an AsyncSession")
+        with self._lend(self.session):
+            await_only(handler(event, around))
 
     def _prepare_row(self, aggregate: Aggregate) -> None:
         """Make sure that this flush writes the aggregate's own row, or lock it."""

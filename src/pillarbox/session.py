@@ -51,16 +51,19 @@ class BoundSession(Session):
         self._holder: greenlet.greenlet | None = None
 
     def flush(self, objects: Any = None) -> None:
-        before = self._enter()
+        before, autoflush = self._enter(), self.autoflush
         try:
             if objects is None and self.collector.pending:
+                # Handlers, routes and codecs may ask for something, and to look at an expired row loads it: no flush
+                # inside this one for that.
+                self.autoflush = False
                 self.collector.flush(super().flush)
             else:
                 super().flush(objects)
         except StaleDataError as error:
             raise ConcurrencyError(f"somebody else changed or deleted it first: {error}") from error
         finally:
-            self._holder = before
+            self._holder, self.autoflush = before, autoflush
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone():
@@ -117,8 +120,11 @@ class BoundSession(Session):
         raise SessionError(f"merge would lose the events of a {type(given).__name__}: merge it by itself, or add it")
 
     def close(self) -> None:
-        with self._alone():  # or somebody would go on with a connection that belongs to the next one
+        before = self._enter()  # or somebody would go on with a connection that belongs to the next one
+        try:
             super().close()
+        finally:
+            self._holder = before
         self.collector.let_go()
 
     def bulk_save_objects(self, objects: Any, *args: Any, **kwargs: Any) -> None:

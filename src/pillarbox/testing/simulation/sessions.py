@@ -7,7 +7,7 @@ outbox holds after its COMMIT goes to the relays.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -61,6 +61,7 @@ class _Outbox:
 
     tenancy = Tenancy()
     signals = SILENT
+    inside: Mapping[str, Sequence[Callable[[Any, Any], Any]]] = {}
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -75,9 +76,6 @@ class _Outbox:
 
     def goes_anywhere(self, raised: Raised) -> bool:
         return bool(self._router.plan(raised.type))
-
-    def inside(self, _raised: Raised) -> Sequence[Callable[[Any, Any], Any]]:
-        return ()
 
     def prepare(self, _connection: Connection) -> None:
         """The relays' store knows the routes already."""
