@@ -53,7 +53,8 @@ from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
-_Prepared = tuple[Engine, tuple[RouteRecord, ...]]
+_Prepared = tuple[Engine | None, tuple[RouteRecord, ...]]
+"""The engine on which routes were registered, if they had to be, and the routes."""
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Found = TypeVar("_Found")
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
@@ -208,7 +209,8 @@ class Pillarbox:
     def _use_in_this_process(self) -> None:
         """From the first use to `stop`, the box belongs to one process."""
         self._check_process()
-        self._process = os.getpid()
+        if self._process is None:
+            self._process = os.getpid()
 
     def _check_process(self) -> None:
         # After a fork two processes would talk on the same connections.
@@ -612,14 +614,15 @@ class _BoxOutbox:
         self._box._use_in_this_process()
         # In the transaction of the rows, not beside it: a second connection could wait for ever on a small pool. It
         # counts as done once that transaction has committed.
-        records = tuple(self._router.records)
-        if self._registered.get(connection.engine) != records:
-            shards = self._box.store.register(connection, records)
-            if self._box._shards not in (None, shards):
-                raise ConfigurationError(
-                    f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
-                )
-            self._router.shards = shards
+        records = self._router.records
+        if self._registered.get(connection.engine) == records:
+            return None, records
+        shards = self._box.store.register(connection, records)
+        if self._box._shards not in (None, shards):
+            raise ConfigurationError(
+                f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
+            )
+        self._router.shards = shards
         return connection.engine, records
 
     def forget(self) -> None:
@@ -635,7 +638,8 @@ class _BoxOutbox:
     def committed(self, deliveries: list[Delivery], prepared: _Prepared | None) -> None:
         if prepared is not None:
             engine, records = prepared
-            self._registered[engine] = records
+            if engine is not None:
+                self._registered[engine] = records
             if self.signals:
                 count_new(self.signals, deliveries, {record.id: record.name for record in records})
             self._box.doorbell.ring({LaneName(delivery.route, delivery.shard) for delivery in deliveries})

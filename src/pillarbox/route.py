@@ -236,11 +236,14 @@ class Router:
         self._codecs = {route.codec: codecs(route.codec) for route in routes} | {"json": codecs("json")}
         self._capabilities = capabilities
         self._plans: dict[EventType, tuple[Route, ...]] = {}
+        self._records: tuple[RouteRecord, ...] | None = None
 
     @property
-    def records(self) -> list[RouteRecord]:
+    def records(self) -> tuple[RouteRecord, ...]:
         """Everything that must be registered in the database before the first row."""
-        return [route.record for route in (*self._routes, *self._handlers.values())]
+        if self._records is None:
+            self._records = tuple(route.record for route in (*self._routes, *self._handlers.values()))
+        return self._records
 
     def subscribe(self, handler: str, kinds: Sequence[EventType]) -> Route:
         """Deliver these events to a handler of this process, as a route of its own."""
@@ -254,7 +257,7 @@ class Router:
         self._handlers[handler] = route
         for name in names:
             self._handled.setdefault(name, []).append(route)
-        self._plans.clear()
+        self._changed()
         return route
 
     def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> Route:
@@ -270,7 +273,11 @@ class Router:
         if any(route.name == known.record.name for known in self._routes):
             raise RouteError(f"two routes have the same name: {route!r}")
         self._routes.append(route)
+        self._changed()
+
+    def _changed(self) -> None:
         self._plans.clear()
+        self._records = None
 
     def reaches(self, destination: str) -> bool:
         """Whether there is such a transport."""
