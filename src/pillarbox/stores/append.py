@@ -59,17 +59,19 @@ class Appender:
 
     def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         try:
-            with explained():
-                if len(deliveries) > 1 and connection.dialect.name == "postgresql":
-                    self._append_arrays(connection, deliveries)
-                else:
-                    for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
-                        self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
+            if len(deliveries) > 1 and connection.dialect.name == "postgresql":
+                self._append_arrays(connection, deliveries)
+            else:
+                for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
+                    self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
         except IntegrityError as error:
             if not any(sign in str(error.orig) for sign in ("uq_pillarbox_outbox_event", "pillarbox_outbox.event_id")):
                 raise
             known = ", ".join(sorted({str(row.event_id) for row in deliveries}))
             raise DuplicateEventError(f"one of these events was written by an earlier transaction: {known}") from error
+        except DBAPIError as error:
+            explain(error)
+            raise
 
     def _append_values(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         statement = self._insert(connection.dialect, len(deliveries))

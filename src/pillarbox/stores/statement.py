@@ -28,14 +28,14 @@ class FixedStatement:
         self._names: list[str] | None = None if compiled.positional else [name for name, _ in parameters]
         if compiled.positional and list(compiled.positiontup) != [name for name, _ in parameters]:
             raise ValueError("the parameters are not named in the order in which the statement uses them")
-        processors = [_processor(kind, dialect) for _, kind in parameters]
-        self._processors = processors if any(processors) else None
+        processors = enumerate(_processor(kind, dialect) for _, kind in parameters)
+        self._processors = [(place, process) for place, process in processors if process is not None]
 
     def execute(self, connection: Connection, values: Sequence[Any]) -> None:
         """Run it. Whoever watches the statements of the engine sees it."""
-        if self._processors is not None:
-            pairs = zip(self._processors, values, strict=True)
-            values = [process(value) if process else value for process, value in pairs]
+        values = [*values]
+        for place, process in self._processors:
+            values[place] = process(values[place])
         given = tuple(values) if self._names is None else dict(zip(self._names, values, strict=True))
         if connection.dialect.name == "postgresql" and _is_active(connection) and not _is_watched(connection):
             _hand_over(connection, self._text, given)
@@ -72,7 +72,7 @@ class DirectStatement:
         text, given = "", None
         try:
             text, given = self._with(parameters, connection.dialect)
-            return await _fetched_by_asyncpg(connection.connection, text, given, seconds)
+            return await _fetched_by_asyncpg(connection.connection.dbapi_connection, text, given, seconds)
         except BaseException as error:
             failure = await greenlet_spawn(_given_up, connection, text, given, error)
             if failure is error:
@@ -107,7 +107,7 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
     cursor: Any = None
     try:
         if dialect.driver == "asyncpg" and _needs_no_cursor(pooled):
-            return await_only(_one_at_a_time(pooled, text, given))
+            return await_only(_one_at_a_time(pooled.dbapi_connection, text, given))
         cursor = pooled.cursor()
         cursor.execute(text, given)
         found = None if result is None else result(cursor)
@@ -154,21 +154,21 @@ def _needs_no_cursor(pooled: Any) -> bool:
     with its first statement, and gives prepared statements the names that somebody may want behind PgBouncer.
     """
     adapter = pooled.dbapi_connection
-    begun = adapter.autocommit or pooled.driver_connection.is_in_transaction()
+    begun = adapter.autocommit or adapter.driver_connection.is_in_transaction()
     return begun and adapter._prepared_statement_name_func is adapter._default_name_func
 
 
-async def _one_at_a_time(pooled: Any, text: str, given: Any) -> Sequence[Any]:
+async def _one_at_a_time(adapter: Any, text: str, given: Any) -> Sequence[Any]:
     """Whoever shares the connection waits, as everybody does who goes by a cursor."""
-    async with pooled.dbapi_connection._execute_mutex:
-        return await _fetched_by_asyncpg(pooled, text, given)
+    async with adapter._execute_mutex:
+        return await _fetched_by_asyncpg(adapter, text, given)
 
 
-async def _fetched_by_asyncpg(pooled: Any, text: str, given: Any, seconds: float | None = None) -> Sequence[Any]:
+async def _fetched_by_asyncpg(adapter: Any, text: str, given: Any, seconds: float | None = None) -> Sequence[Any]:
     try:
-        rows: Sequence[Any] = await pooled.driver_connection.fetch(text, *given, timeout=seconds)
+        rows: Sequence[Any] = await adapter.driver_connection.fetch(text, *given, timeout=seconds)
     except Exception as error:
-        pooled.dbapi_connection._handle_exception(error)
+        adapter._handle_exception(error)
         raise
     return rows
 
