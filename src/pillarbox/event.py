@@ -73,9 +73,9 @@ class IntegrationEvent(Event):
     """An event that other services may see: routes send it to brokers."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class EventType:
-    """A registered name and version, and the Python type behind them."""
+    """A registered name and version, and the Python type behind them. There is one per registration."""
 
     name: str
     version: int
