@@ -331,7 +331,7 @@ class Link:
         self._broker = url.removeprefix("pulsar://")
         self._port = 0
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.silent = False
 
     @property
@@ -339,33 +339,36 @@ class Link:
         return f"pulsar://127.0.0.1:{self._port}"
 
     async def restore(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
         assert len(self._broker) == len(f"127.0.0.1:{self._port}"), "one must replace the other in the broker's frames"
 
     async def cut(self) -> None:
         assert self._server
         self._server.close()
-        for connection in list(self._connections):
+        for connection, writer in self._connections.items():
             connection.cancel()
+            writer.transport.abort()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine: one that has not begun when the test ends would leave its connection open."""
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task
-        self._connections.add(task)
         host, port = self._broker.split(":")
         try:
             upstream, upstream_writer = await asyncio.open_connection(host, int(port))
             try:
                 await asyncio.gather(self._copy(reader, upstream_writer), self._copy(upstream, writer))
             finally:
-                upstream_writer.close()
+                upstream_writer.transport.abort()
         except (OSError, asyncio.CancelledError):
             pass
         finally:
-            writer.close()
-            self._connections.discard(task)
+            writer.transport.abort()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The broker tells clients where it is: that is here."""

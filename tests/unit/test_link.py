@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,18 @@ async def test_what_it_swallows_is_gone(tmp_path: Path, way: Way) -> None:
             await ask(link)
         link.mend()
         assert await ask(link) == b"one\n"
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_who_comes_at_the_last_moment_is_not_left_connected(tmp_path: Path, steps: int) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "one"))
+        server.listen()
+        async with Link(str(tmp_path / "one")) as link:
+            reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.transport.abort()

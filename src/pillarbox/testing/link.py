@@ -42,7 +42,7 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -92,27 +92,27 @@ class Link:
 
     # -- what it carries -----------------------------------------------------------------------------------------------
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine: one that has not begun when the link is taken down would leave its connection open."""
         if self._refusing:
             writer.transport.abort()
             return
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._ends[writer] = False
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends, ways = [writer], list[asyncio.Task[None]]()
         try:
             far_reader, far_writer = await self._connect()
-        except OSError:
-            writer.transport.abort()
-            return
-        ends = {writer: False, far_writer: False}
-        self._ends |= ends
-        ways = [
-            asyncio.create_task(self._pump(reader, far_writer, Way.UP)),
-            asyncio.create_task(self._pump(far_reader, writer, Way.DOWN)),
-        ]
-        with suppress(asyncio.CancelledError):  # the link is being taken down
+            ends.append(far_writer)
+            self._ends[far_writer] = False
+            ways.append(asyncio.create_task(self._pump(reader, far_writer, Way.UP)))
+            ways.append(asyncio.create_task(self._pump(far_reader, writer, Way.DOWN)))
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        except (OSError, asyncio.CancelledError):  # nobody is there, or the link is being taken down
+            pass
         for way in ways:
             way.cancel()
         with suppress(asyncio.CancelledError):
