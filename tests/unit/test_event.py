@@ -360,6 +360,17 @@ class TestVersions:
         with pytest.raises(UnknownEventError, match="specversion"):
             CloudEventsCodec().decode(b"{}", {})
 
+    @pytest.mark.parametrize("form", ["{}", "{{{}}}", "urn:uuid:{}"])
+    def test_an_id_may_be_written_in_all_ways(self, form: str) -> None:
+        named = uuid4()
+        headers = {
+            "event_type": "tests.a.b",
+            "schema_version": "v1",
+            "event_id": form.format(named),
+            "occurred_at": "2026-01-01T00:00:00Z",
+        }
+        assert JsonCodec().decode(b"{}", headers).event_id == named
+
 
 class TestClock:
     def test_ids_rise_strictly_also_when_the_clock_stands_still(self) -> None:
