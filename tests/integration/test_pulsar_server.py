@@ -180,6 +180,28 @@ def test_a_taken_port_is_named(use_server: Callable[[str], Server], tmp_path: Pa
             LocalPulsar(tmp_path, admin_port=port).start()
 
 
+def test_one_that_quarrels_with_itself_is_started_again(
+    use_server: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed standalone does now and then, here at every start: its bookie comes and goes, for ever."""
+    use_server("pulsar-cluster")
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(
+        """#!/bin/sh
+        [ "$1" = -version ] && exec echo 'openjdk version "17.0.1"' >&2
+        echo started >> starts
+        yes 'Failed to resolve network location for 127.0.0.1' | head -30
+        exec sleep 600
+        """
+    )
+    java.chmod(0o700)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(EmbeddedServerError, match="quarrels with itself; its log ends with"):
+        LocalPulsar(tmp_path / "data").start()
+    assert (tmp_path / "data" / "starts").read_text().split() == ["started"] * 5
+
+
 def test_a_start_that_fails_shows_the_log(use_server: Callable[[str], Server], tmp_path: Path) -> None:
     use_server("pulsar-cluster")
     server = LocalPulsar(tmp_path, settings={"maxMessageSize": "many"}, quick_start=True)

@@ -70,10 +70,13 @@ _LOCK_SECONDS = 5  # what processes need to die that were killed with their owne
 _PAUSE_SECONDS = 0.05
 _ATTEMPTS = 5
 _LOG_LINES = 20
-_LOG_BYTES = 64 * 1024
+_LOG_BYTES = 256 * 1024
 
 _SESSION_LEFT = "NoNode"  # a broker that comes back before its old session has expired may end with this
-_LOCK_LOOP = "was invalidated"  # a killed standalone may come back quarrelling with itself about a lock, for ever
+# A killed standalone may come back quarrelling with itself about the registration of its bookie, for ever: it comes and
+# goes many times a second, and a health check may find it there. A sound start says the second four times.
+_QUARRELS = ("was invalidated", "Failed to resolve network location")
+_QUARREL_LINES = 20
 
 _QUICK = (
     "-XX:TieredStopAtLevel=1",
@@ -419,12 +422,15 @@ class LocalPulsar:
     def _wait(self, name: str, ready: Callable[[], bool]) -> None:
         """Wait until a process is ready; one that does not get there is killed, and its log is in the error."""
         process, deadline = self._processes[name], time.monotonic() + _START_SECONDS
-        while not _holds(ready):
+        while True:
+            is_ready = _holds(ready)
             said = self._end_of_log(name)
             if process.poll() is not None:
                 flawed, problem = _SESSION_LEFT in said, f"ended with {process.returncode}"
-            elif said.count(_LOCK_LOOP) > 50:
+            elif max(map(said.count, _QUARRELS)) > _QUARREL_LINES:
                 flawed, problem = True, "quarrels with itself"
+            elif is_ready:
+                return
             elif time.monotonic() > deadline:
                 flawed, problem = False, f"was not ready after {_START_SECONDS} s"
             else:
