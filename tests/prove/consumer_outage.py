@@ -120,7 +120,8 @@ async def cut(link: Link) -> AsyncIterator[None]:
 async def linked(url: str) -> AsyncIterator[tuple[str, Link]]:
     """The same database, behind a link."""
     there = make_url(url)
-    async with Link(f"{there.query['host']}/.s.PGSQL.{there.query['port']}") as link:
+    socket = "{host}/.s.PGSQL.{port}".format(**there.query) if there.host is None else ""
+    async with Link(there.host or socket, there.port or 0) as link:
         near = there.set(host="127.0.0.1", port=link.port, query={})
         yield near.render_as_string(hide_password=False), link
 
