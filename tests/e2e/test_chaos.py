@@ -55,7 +55,7 @@ def test_h34_under_fire_every_event_is_on_the_topic_once_and_in_order(chaos: Cal
 
 def test_a_relay_with_a_mistake_is_found(chaos: Callable[..., Any]) -> None:
     faults = ("--faults", "kill,cut,half-open")
-    code, report = chaos("--seconds", "15", "--seed", "7", *faults, "--canary", "no-deduplication")
+    code, report = chaos("--seconds", "10", "--seed", "7", *faults, "--canary", "no-deduplication")
     assert code == Exit.PROBLEM
     assert report["duplicates"] > 0, report
 
