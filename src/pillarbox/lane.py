@@ -212,14 +212,21 @@ class LaneWorker:
     async def _serve(self, detour: str | None) -> bool:
         """One batch of the lane, or of a detour. False if there is nothing more in it for now."""
         limit = self._limit if detour is None else self._detours.quantum(self._limit)
-        plan, page = await self._next_batch(limit, detour)
+        self._check_lease()
+        page = await self._store.poll(
+            self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
+        )
+        if page.requests:  # first, and alone: a row of this very page may be one that is not to be sent, or not as it is
+            await self._announce(Batch(requests=page.requests))
+            return True
+        plan = self._next_batch(page)
         if detour is None and (tenants := self._to_part(page, limit)):
             await self._part(tenants)
             return True
         capabilities = self._publisher.capabilities
         if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
             return True
-        decided = bool(plan.items or plan.failures or plan.parked or page.requests)
+        decided = bool(plan.items or plan.failures or plan.parked)
         found = decided or (page.passed and not plan.cut)  # what has to wait is not passed
         if found:
             await self._carry_out(plan, page)
@@ -242,7 +249,6 @@ class LaneWorker:
             items=[row.id for row in plan.items],
             failures=plan.failures,
             parked=plan.parked,
-            requests=page.requests,
             cursor=page.cursor,
             details=details | ({"paused": sorted(self.pace.paused_tenants)} if self.pace.paused_tenants else {}),
             relaxed=not self._publisher.capabilities.numbered,
@@ -293,11 +299,7 @@ class LaneWorker:
         """Tenants that may send nothing now."""
         return self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates)
 
-    async def _next_batch(self, limit: int, detour: str | None) -> tuple[_Plan, Page]:
-        self._check_lease()
-        page = await self._store.poll(
-            self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
-        )
+    def _next_batch(self, page: Page) -> _Plan:
         plan = self._plan(page)
         planned = plan.items
         blocking = self._suspicion.blocking(self.lane)
@@ -309,7 +311,7 @@ class LaneWorker:
         plan.cut = len(plan.items) < len(planned)
         if page.cursor is not None and plan.cut:
             self._leave_no_gap(plan, page)
-        return plan, page
+        return plan
 
     def _leave_no_gap(self, plan: _Plan, page: Page) -> None:
         """A page that comes once only: what stays behind must be the end of it, so the batch ends before anything that
@@ -357,7 +359,7 @@ class LaneWorker:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
         rows.
         """
-        if page.requests or page.passed:
+        if page.passed:
             return True
         return bool(plan.items or plan.failures or plan.parked) and (
             bool(self.lane.waiting) or self._is_full(page, limit)

@@ -10,14 +10,14 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from sqlalchemy import event, func, select
+from sqlalchemy import Connection, event, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import Pillarbox, RetryPolicy, Route
 from pillarbox.outbox import Status
 from pillarbox.relay import Relay
 from pillarbox.stores import operations
-from pillarbox.stores.inspection import Filter
+from pillarbox.stores.inspection import Filter, deliveries, deliveries_of
 from pillarbox.stores.operations import Action, Author, Change, Handle, Run, Selection, Tenant
 from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
@@ -141,6 +141,30 @@ async def test_h43_a_rejected_event_and_those_behind_it_until_a_person_redrives_
         messages = await received(box, 4)
         await soon(lambda: settled(box))
     assert [message.headers["version"] for message in messages if message.key == messages[0].key] == ["1", "2", "3"]
+
+
+async def test_what_was_discarded_or_edited_before_it_was_sent_is_not_sent_as_it_was(box: Pillarbox) -> None:
+    """Nobody served the lane when they asked: its first page has the rows, and the requests about them."""
+    broker = broker_of(box)
+    broker.reject(lambda _message: True)
+    edited, given_up = await place(box), await place(box)
+    await box.relay().run_once()
+    await soon(lambda: _is(box, ["RETRYING", "RETRYING"]))
+    broker.stop_rejecting()
+    never_tried = await place(box)
+
+    def ask(connection: Connection) -> None:
+        for order in (given_up, never_tried):
+            operations.request(connection, Selection(Action.DISCARD, Filter(key=str(order))), ANNA, Run(), 10)
+        [delivery] = deliveries(connection, Filter(key=str(edited)), after=0, limit=1)
+        [details] = deliveries_of(connection, delivery.event_id, payload=False)
+        operations.edit(connection, details, ANNA, old=b"", new=b'{"edited":true}', event_id=uuid4())
+
+    async with box.engine.begin() as connection:
+        await connection.run_sync(ask)
+    await box.relay().drain()
+    assert [(message.key, message.body) for message in broker.sent(TOPIC)] == [(str(edited), b'{"edited":true}')]
+    assert sorted(status for (status,) in await written(box.engine, "status")) == ["DISCARDED", "DISCARDED", "SENT"]
 
 
 async def _is(box: Pillarbox, expected: list[str]) -> bool:
