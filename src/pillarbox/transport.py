@@ -217,6 +217,15 @@ class Redelivers(Protocol):
         ...
 
 
+@runtime_checkable
+class Respells(Protocol):
+    """A subscriber whose broker knows a topic by several names."""
+
+    def spellings(self, topic: str) -> Sequence[str]:
+        """All names of this topic, or all templates that say the same as this one."""
+        ...
+
+
 def contradiction(messages: Sequence[Message], outcome: object, *, numbered: bool = False) -> str | None:
     """What is wrong with an answer, so that nothing of it may be believed.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,8 @@ from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.retention import RowKey
 from pillarbox.stores.tables import inbox, letters, outbox
 from pillarbox.tenancy import row_level_security
-from pillarbox.transports.memory import MemoryTransport
+from pillarbox.transports.memory import MemorySubscription, MemoryTransport
+from pillarbox.transports.pulsar.names import spellings
 from tests.conftest import FreshDatabase
 from tests.domain import make_due, until_somebody_waits
 from tests.prove import rebuild as proof
@@ -163,10 +164,11 @@ class OwnLabels(Projection, row=OwnLabelRow, guarded=False):
 
 
 @asynccontextmanager
-async def open_box(url: str, **options: Any) -> AsyncIterator[Pillarbox]:
+async def open_box(url: str, broker: MemoryTransport | None = None, *, topic: str = TOPIC) -> AsyncIterator[Pillarbox]:
     engine = create_async_engine(url)
-    routes = [Route("tests.rebuilt.*", to="broker", topic=TOPIC)]
-    async with Pillarbox(engine, transports={"broker": MemoryTransport()}, routes=routes, shards=2, **options) as box:
+    routes = [Route("tests.rebuilt.*", to="broker", topic=topic)]
+    transports = {"broker": broker or MemoryTransport()}
+    async with Pillarbox(engine, transports=transports, routes=routes, shards=2) as box:
         await box.migrate()
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
@@ -600,23 +602,24 @@ async def test_of_a_projection_behind_a_broker(box: Pillarbox, source: Literal["
     assert (done.generation, done.events) == (3, 20)
 
 
+def archived(connection: Connection, file: Path, topic: str) -> None:
+    """Move to a file what the outbox has for a topic."""
+    rows = connection.execute(select(outbox).where(outbox.c.topic == topic).order_by(outbox.c.id)).all()
+    keys = [RowKey(row.id, row.event_id, row.route, row.schema_version, 0) for row in rows]
+    writer = archive.Writer(file, archive.header(connection, datetime.now(UTC)))
+    writer.add(archive.fetch(connection, keys))
+    writer.close()
+    writer.finish()
+    connection.execute(outbox.delete().where(outbox.c.topic == topic))
+
+
 async def test_from_archives_and_then_the_outbox(box: Pillarbox, tmp_path: Path) -> None:
     labels = projected(box, Labels)
     await fill_jars(box, 4)
     await labels.drain()
     file = tmp_path / "old.jsonl"
-
-    def archived(connection: Connection) -> None:
-        rows = connection.execute(select(outbox).where(outbox.c.topic == labels.name).order_by(outbox.c.id)).all()
-        keys = [RowKey(row.id, row.event_id, row.route, row.schema_version, 0) for row in rows]
-        writer = archive.Writer(file, archive.header(connection, datetime.now(UTC)))
-        writer.add(archive.fetch(connection, keys))
-        writer.close()
-        writer.finish()
-        connection.execute(outbox.delete().where(outbox.c.topic == labels.name))
-
     async with box.engine.begin() as connection:
-        await connection.run_sync(archived)
+        await connection.run_sync(archived, file, labels.name)
     await fill_jars(box, 4, label="pear")
     await labels.drain()
     whole = await rows_of(box, LabelRow)
@@ -629,6 +632,43 @@ async def test_from_archives_and_then_the_outbox(box: Pillarbox, tmp_path: Path)
     with pytest.raises(StoreError, match="is damaged"):
         await labels.rebuild([file])
     assert await rows_of(box, LabelRow) == whole
+
+
+class SpelledAsPulsarDoes(MemoryTransport):
+    """A broker for which ``persistent://public/default/jars`` and ``jars`` are one topic."""
+
+    async def subscribe(self, topics: Sequence[str], group: str) -> MemorySubscription:
+        return await super().subscribe([self.spellings(topic)[0] for topic in topics], group)
+
+    def spellings(self, topic: str) -> Sequence[str]:
+        return spellings(topic)
+
+
+async def test_of_a_template_of_topics_that_the_route_spells_otherwise(database: Database, tmp_path: Path) -> None:
+    async with open_box(
+        database.url(), SpelledAsPulsarDoes(), topic="persistent://public/default/jars-{tenant}"
+    ) as box:
+        labels = box.projection(Labels, source="broker", topics=["jars-{tenant}"], retry=QUICKLY)
+        for tenant in ("acme", "globex"):
+            await fill_jars(box, 4, tenant=tenant)
+        await box.relay().drain()
+        await labels.drain()
+        whole = await rows_of(box, LabelRow)
+        await spoil(box, "rebuilt_labels", "grams = 7")
+        assert (await labels.rebuild()).events == 20
+        assert await rows_of(box, LabelRow) == whole
+        file = tmp_path / "acme.jsonl"
+        async with box.engine.begin() as connection:
+            await connection.run_sync(archived, file, "persistent://public/default/jars-acme")
+        assert (await labels.rebuild([file])).events == 20
+        assert await rows_of(box, LabelRow) == whole
+
+
+def test_a_template_means_the_topics_that_subscribers_find_by_it() -> None:
+    feed = history.Feed((1,), ("jars", "b_x-{tenant}"), ("a.b",))
+    assert feed.likes == ["b_x-%"]
+    fitting = ["jars", "b_x-acme", "b_x-a-b", "box-acme", "b_x-", "b_x-a.b", "b_x-acme/x", "Jars"]
+    assert [topic for topic in fitting if feed.has_topic(topic)] == ["jars", "b_x-acme", "b_x-a-b"]
 
 
 # -- who reads, and who may --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from pillarbox.errors import ConfigurationError
 from pillarbox.transports.pulsar.address import parse_address
 from pillarbox.transports.pulsar.credentials import Anonymous, Certificate, OAuth2, Tls, Token
-from pillarbox.transports.pulsar.names import TopicName, murmur3_32, partition_of
+from pillarbox.transports.pulsar.names import TopicName, murmur3_32, partition_of, spellings
 
 
 class TestTopicName:
@@ -27,6 +27,17 @@ class TestTopicName:
         name = TopicName.parse(text)
         assert str(name) == whole
         assert TopicName.parse(whole) == name
+
+    @pytest.mark.parametrize(
+        ("text", "same"),
+        [
+            ("events", ["persistent://public/default/events", "public/default/events", "events"]),
+            ("x-{tenant}", ["persistent://public/default/x-{tenant}", "public/default/x-{tenant}", "x-{tenant}"]),
+            ("persistent://a/b/{tenant}", ["persistent://a/b/{tenant}", "a/b/{tenant}"]),
+        ],
+    )
+    def test_may_be_written_in_several_ways(self, text: str, same: list[str]) -> None:
+        assert spellings(text) == same
 
     @pytest.mark.parametrize(
         "text",

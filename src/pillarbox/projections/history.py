@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..consumers.home import OUTBOX
 from ..errors import ConfigurationError, StoreError
 from ..outbox import BUS, Status
+from ..route import PLACEHOLDERS, topic_pattern
 from ..stores import archive, sqlite
 from ..stores.archive import Archived
 from ..stores.tables import inbox, meta, outbox, routes
@@ -33,6 +35,7 @@ _WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)
 """What a failure keeps back, and with it all behind it that has its key. It may come by itself, perhaps edited, or
 never: unless the live projection has had it, it is left to that."""
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
+_pattern = lru_cache(maxsize=1024)(topic_pattern)
 
 
 class Feed(NamedTuple):
@@ -40,14 +43,33 @@ class Feed(NamedTuple):
 
     routes: tuple[int, ...]
     topics: tuple[str, ...]
-    """All of them, if none is named."""
+    """Names, or templates of names. All topics, if there is none."""
     names: tuple[str, ...]
     """Of the events that it wants."""
 
     def has(self, row: Archived) -> bool:
         """Whether it got this one."""
         fits = row.route_id in self.routes and row.event_type in self.names and row.status is Status.SENT
-        return fits and (not self.topics or row.topic in self.topics)
+        return fits and self.has_topic(row.topic)
+
+    def has_topic(self, topic: str) -> bool:
+        """Whether it gets what is sent there."""
+        if not self.topics or topic in self.topics:
+            return True
+        return any(pattern.fullmatch(topic) for pattern in map(_pattern, self.topics) if pattern is not None)
+
+    @property
+    def likes(self) -> list[str]:
+        """Its templates as patterns for LIKE, which let more through than `has_topic`: a database escapes as it likes,
+        so nothing is escaped.
+        """
+        return [_like(topic) for topic in self.topics if _pattern(topic) is not None]
+
+
+def _like(template: str) -> str:
+    for name in PLACEHOLDERS:
+        template = template.replace(f"{{{name}}}", "%")
+    return template.replace("\\", "_")
 
 
 def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str], names: Sequence[str]) -> Feed:
@@ -103,7 +125,7 @@ async def _stream(engine: AsyncEngine, feed: Feed, live: int, new: int) -> Async
     The server puts its rows aside when the transaction commits, and the snapshot ends. To keep it open would keep every
     row that is updated meanwhile, in all tables: those of a busy projection would grow, and be slow, until the end.
     """
-    given = {"routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None}
+    given = {"routes": [*feed.routes], "names": [*feed.names], "topics": [*feed.topics] or None, "likes": feed.likes}
     async with engine.connect() as connection:
         await connection.run_sync(compare_all)
         await connection.execute(_UNSEEN, {**given, "live": live, "new": new})
@@ -111,7 +133,7 @@ async def _stream(engine: AsyncEngine, feed: Feed, live: int, new: int) -> Async
         try:
             while rows := (await connection.exec_driver_sql(f"FETCH {PAGE} FROM pillarbox_past")).all():
                 await connection.commit()
-                yield [_message(row) for row in rows]
+                yield _messages(rows, feed)
         except DBAPIError as error:
             if getattr(error.orig, "sqlstate", None) == _NO_SUCH_CURSOR:
                 raise ConfigurationError(
@@ -133,17 +155,20 @@ async def _pages(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncG
         wanted = wanted.where(outbox.c.id <= (last or 0))
         after = 0
         while rows := (await connection.execute(wanted.where(outbox.c.id > after).limit(PAGE))).all():
-            yield [_message(row) for row in rows]
+            yield _messages(rows, feed)
             after = rows[-1].id
 
 
-def _message(row: Any) -> Message:
-    return Message(row.topic, row.key, bytes(row.body), _decode_headers(row.headers))
+def _messages(rows: Sequence[Any], feed: Feed) -> list[Message]:
+    found = (row for row in rows if feed.has_topic(row.topic))
+    return [Message(row.topic, row.key, bytes(row.body), _decode_headers(row.headers)) for row in found]
 
 
 def _conditions(feed: Feed) -> list[Any]:
     found: list[Any] = [outbox.c.route.in_(feed.routes), outbox.c.event_type.in_(feed.names)]
-    return [*found, outbox.c.topic.in_(feed.topics)] if feed.topics else found
+    if feed.topics:
+        found.append(or_(outbox.c.topic.in_(feed.topics), *map(outbox.c.topic.like, feed.likes)))
+    return found
 
 
 def _unseen(feed: Feed, live: int, new: int) -> Select[Any]:
@@ -204,7 +229,8 @@ _UNSEEN = text(
     LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
     LEFT JOIN kept k ON k.route = o.route AND k.key = o.key AND k.tenant = coalesce(o.tenant, '') AND k.first <= o.id
     WHERE o.route = ANY (CAST(:routes AS bigint[])) AND o.event_type = ANY (CAST(:names AS text[]))
-      AND (CAST(:topics AS text[]) IS NULL OR o.topic = ANY (CAST(:topics AS text[])))
+      AND (CAST(:topics AS text[]) IS NULL OR o.topic = ANY (CAST(:topics AS text[]))
+           OR o.topic LIKE ANY (CAST(:likes AS text[])))
       AND NOT EXISTS ({_KNOWN.format(":new")})
       AND ((k.first IS NULL AND coalesce(f.status, o.status) <> 'DISCARDED') OR EXISTS ({_KNOWN.format(":live")}))
     ORDER BY o.id

@@ -47,7 +47,7 @@ from ..stores.columns import from_now
 from ..stores.pool import with_own_pool
 from ..stores.tables import inbox as inbox_table
 from ..stores.tables import letters as letters_table
-from ..transport import Message, Subscriber, Subscription
+from ..transport import Message, Respells, Subscriber, Subscription
 from . import history
 from .projection import Projection
 from .shadow import LOCK_SECONDS, Shadow, alone, shadow_of
@@ -296,7 +296,7 @@ class Rebuild:
             stack.push_async_callback(subscription.close)
             return _Broker(subscription)
         names = [kind.name for kind in self._live.kinds]
-        feed = await self._ask(history.feed_of, self._name, self._source, self._topics, names)
+        feed = await self._ask(history.feed_of, self._name, self._source, self._all_spellings(), names)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
         files: Sequence[Path] = () if isinstance(source, str) else source
@@ -304,6 +304,12 @@ class Rebuild:
             self._total = await self._ask(history.count, feed)
         live, new = (consumer_id(self._name, generation) for generation in (self._old, self._new))
         return _Outbox(self._engine, feed, live, new, files)
+
+    def _all_spellings(self) -> Sequence[str]:
+        """A route may call a topic by another name than the consumer, and the broker take both for the same."""
+        if not isinstance(self._subscriber, Respells):
+            return self._topics
+        return [name for topic in self._topics for name in self._subscriber.spellings(topic)]
 
     async def _go_through(self, past: _Past, *, incomplete: bool) -> None:
         began = await self._ask(lambda it: it.scalar(select(from_now())))

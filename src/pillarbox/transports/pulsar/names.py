@@ -19,6 +19,8 @@ from ...errors import ConfigurationError
 _PART = re.compile(r"[-=:.\w]+", re.ASCII)
 _PARTITION = re.compile(r"-partition-(\d+)\Z", re.ASCII)
 _SCHEME = "persistent://"
+DEFAULT_NAMESPACE = f"{_SCHEME}public/default/"
+"""It may be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,21 @@ class TopicName:
     def partition(self, number: int) -> Self:
         """One of its partitions, which is a topic by itself."""
         return type(self)(self.tenant, self.namespace, f"{self.topic}-partition-{number}")
+
+
+def namespace_of(topic: str) -> str:
+    """What the whole name of a topic begins with, also if the last part of it is a template."""
+    head, slash, _ = topic.rpartition("/")
+    return str(TopicName.parse(f"{head}{slash}any")).removesuffix("any")
+
+
+def spellings(topic: str) -> list[str]:
+    """All that may be written for this topic, or this template of topics."""
+    namespace, last = namespace_of(topic), topic.rpartition("/")[2]
+    beginnings = [namespace, namespace.removeprefix(_SCHEME)]
+    if namespace == DEFAULT_NAMESPACE:
+        beginnings.append("")
+    return [beginning + last for beginning in beginnings]
 
 
 def partition_of(key: str, partitions: int) -> int:

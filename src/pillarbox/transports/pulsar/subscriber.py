@@ -29,7 +29,7 @@ from . import official
 from .address import parse_address
 from .credentials import Credentials, Tls, said, secret_of
 from .dead_letters import DeadLetters
-from .names import TopicName
+from .names import DEFAULT_NAMESPACE, TopicName, namespace_of, spellings
 from .shelf import Copy, Shelf
 
 _KINDS = {"key_shared": "KeyShared", "failover": "Failover", "exclusive": "Exclusive", "shared": "Shared"}
@@ -122,6 +122,10 @@ class PulsarSubscriber:
         if self._dead_letter_topic is not None:
             letters = DeadLetters(client, self._dead_letter_topic, self._max_redeliveries)
         return PulsarSubscription(client, consumer, names, kind=self._kind, dead_letters=letters, room=self._prefetch)
+
+    def spellings(self, topic: str) -> Sequence[str]:
+        """All names of this topic, or of the topics of this template."""
+        return spellings(topic)
 
 
 class PulsarSubscription:
@@ -320,19 +324,18 @@ def _subscribed(topics: Sequence[str], group: str) -> tuple[Any, dict[str, str]]
     if not patterns:
         names = {str(TopicName.parse(topic)): topic for topic in topics}
         return ([*names] if len(names) > 1 else next(iter(names))), names
-    head, slash, template = topics[0].rpartition("/")
+    head, _, template = topics[0].rpartition("/")
     pattern = topic_pattern(template)
     if pattern is None or "{" in head:
         raise ConfigurationError(
             f"{topics[0]!r}: Pulsar finds topics of one namespace; use {{tenant}} in its last part"
         )
-    namespace = str(TopicName.parse(f"{head}{slash}any")).removesuffix("any")
-    return re.compile(namespace + pattern.pattern), {}
+    return re.compile(namespace_of(topics[0]) + pattern.pattern), {}
 
 
 def _called(whole: str) -> str:
     """A topic that was found by a template, as a route calls it."""
-    return whole.removeprefix("persistent://public/default/")
+    return whole.removeprefix(DEFAULT_NAMESPACE)
 
 
 @lru_cache(maxsize=4_096)

@@ -25,7 +25,7 @@ from .connection import DEFAULT_MESSAGE_LIMIT, BrokerError
 from .credentials import Credentials, Tls
 from .entries import Compression, Cut, Cutter
 from .frames import Entry
-from .names import TopicName, partition_of
+from .names import TopicName, partition_of, spellings
 from .producer import Answers, Producer
 
 if TYPE_CHECKING:
@@ -335,6 +335,10 @@ class PulsarTransport:
             return None
         namespaces = {TopicName.parse(re.sub(r"\{\w+\}", "any", topic)).namespace_name for topic in topics}
         return max([await self.admin.message_ttl(namespace) for namespace in namespaces])
+
+    def spellings(self, topic: str) -> Sequence[str]:
+        """All names of this topic, or of the topics of this template."""
+        return spellings(topic)
 
     async def close(self, producer: str | None = None) -> None:
         owners = list(self._producers) if producer is None else [producer]
