@@ -29,6 +29,7 @@ from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.retention import RowKey
 from pillarbox.stores.tables import inbox, letters, outbox
 from pillarbox.tenancy import row_level_security
+from pillarbox.transport import Message
 from pillarbox.transports.memory import MemorySubscription, MemoryTransport
 from pillarbox.transports.pulsar.names import spellings
 from tests.conftest import FreshDatabase
@@ -186,8 +187,13 @@ on_postgres = pytest.mark.parametrize("database", ["embedded"], indirect=True)
 
 
 @pytest.fixture
-async def box(database: Database) -> AsyncIterator[Pillarbox]:
-    async with open_box(database.url()) as box:
+def broker() -> MemoryTransport:
+    return MemoryTransport()
+
+
+@pytest.fixture
+async def box(database: Database, broker: MemoryTransport) -> AsyncIterator[Pillarbox]:
+    async with open_box(database.url(), broker) as box:
         yield box
 
 
@@ -600,6 +606,20 @@ async def test_of_a_projection_behind_a_broker(box: Pillarbox, source: Literal["
     assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
     done = await labels.rebuild(source)
     assert (done.generation, done.events) == (3, 20)
+
+
+@on_postgres
+@pytest.mark.usefixtures("quick")
+async def test_what_the_live_one_ignores_is_not_left_out(box: Pillarbox, broker: MemoryTransport) -> None:
+    labels = box.projection(Labels, source="broker", topics=[TOPIC], retry=QUICKLY, ignores=["tests.audit.*"])
+    await fill_jars(box, 4)
+    await box.relay().drain()
+    named = {"event_type": "tests.audit.seen", "schema_version": "v1", "occurred_at": "2026-01-01T00:00:00Z"}
+    await broker.send("x", [Message(TOPIC, "k", b"{}", {"event_id": str(uuid4()), **named})])
+    await labels.drain()
+    done = await labels.rebuild("broker")
+    assert (done.events, done.left_out) == (10, 0)
+    assert await letters_of(box) == []
 
 
 def archived(connection: Connection, file: Path, topic: str) -> None:

@@ -241,6 +241,7 @@ class Consumer:
             self.effects,
             source=self.source,
             topics=self.topics,
+            ignores=self.terms.ignores,
             subscriber=self._subscriber,
             inbox=self._inbox,
             letters=self._letters,

@@ -150,6 +150,7 @@ class Rebuild:
         *,
         source: str,
         topics: Sequence[str],
+        ignores: Sequence[str],
         subscriber: Subscriber | None,
         inbox: Inbox,
         letters: Letters,
@@ -164,6 +165,7 @@ class Rebuild:
         self._live = projection
         self._source = source
         self._topics = topics
+        self._ignores = ignores
         self._subscriber = subscriber
         self._inbox = inbox
         self._letters = letters
@@ -217,7 +219,7 @@ class Rebuild:
         self._shadow = shadow_of(self._live.table, self._new, self._engine.dialect)
         self._projection = self._live.into(self._shadow.table)
         # By another name, so that what it holds is not mistaken for what the live one holds.
-        self._reader = Reader(self._alias, self._live, self._home.codecs)
+        self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores)
         self._projection.read = self._read_held
         await self._ask(self._shadow.check)
         await self._in_transaction(shadow_of(self._live.table, self._old, self._engine.dialect).drop)
