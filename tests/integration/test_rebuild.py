@@ -506,6 +506,32 @@ async def test_an_error_that_nobody_knows_ends_it_and_leaves_everything(box: Pil
 
 
 @on_postgres
+async def test_an_event_that_cannot_be_built_is_treated_as_one_that_cannot_be_applied(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 3)
+    await labels.drain()
+    whole = await rows_of(box, LabelRow)
+
+    raised: Exception = RuntimeError("nobody knows this")
+    make = JarFilled.__init__
+
+    def refuse(event: JarFilled, **fields: Any) -> None:
+        if fields["grams"] == 2:
+            raise raised
+        make(event, **fields)
+
+    monkeypatch.setattr(JarFilled, "__init__", refuse)
+    with pytest.raises(StoreError, match=r"is as it was: event \S+ \(tests.rebuilt.filled\) .* RuntimeError: nobody"):
+        await labels.rebuild()
+    assert await rows_of(box, LabelRow) == whole
+    raised = Poison("too much")
+    assert (await labels.rebuild()).left_out == 1
+    assert await letters_of(box) == [(LetterKind.POISON, LetterState.OPEN)]
+
+
+@on_postgres
 async def test_what_waits_for_its_predecessors_waits_in_the_new_one(box: Pillarbox) -> None:
     jars = projected(box, WholeJars)
     await fill_jars(box, 2)

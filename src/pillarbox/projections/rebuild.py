@@ -369,6 +369,9 @@ class Rebuild:
             kind = LetterKind.UNKNOWN if isinstance(error, UnknownEventError) else LetterKind.POISON
             self._leave_out(message, arrival, kind, str(error))
             return None
+        except Exception as error:  # of an upcaster, or of the event's own class
+            self._give_up_on(message, arrival, error)
+            return None
         if incoming is None:
             return None
         known = arrival_in(incoming)  # but for the body, which somebody may have edited: it comes as it was
@@ -377,6 +380,18 @@ class Rebuild:
     def _leave_out(self, message: Message, arrival: Arrival, kind: LetterKind, reason: str) -> None:
         left = _LeftOut(message, arrival, kind, reason)
         self._left_out[message.headers.get("tenant_id"), arrival.event_id] = left
+
+    def _give_up_on(self, message: Message, arrival: Arrival, error: Exception) -> None:
+        """Leave out an event that is at fault itself; any other error ends the rebuild."""
+        failure, reason = classify(error), f"{type(error).__name__}: {error}"
+        if failure in (Failure.POISON, Failure.BUSINESS):
+            kind = LetterKind.REJECTED if failure is Failure.BUSINESS else LetterKind.POISON
+            self._leave_out(message, arrival, kind, reason)
+            return
+        raise StoreError(
+            f"projection {self._name} is as it was: event {arrival.event_id} ({message.headers.get('event_type')}) "
+            f"cannot be applied: {redacted(reason)}"
+        ) from error
 
     async def _take_effect(self, opened: Sequence[_Opened]) -> None:
         """In one transaction. If that fails by the fault of an event, the halves are tried, down to that event."""
@@ -393,16 +408,8 @@ class Rebuild:
                     half = len(opened) // 2
                     await self._take_effect(opened[:half])
                     await self._take_effect(opened[half:])
-                elif failure in (Failure.POISON, Failure.BUSINESS):
-                    [it] = opened
-                    kind = LetterKind.REJECTED if failure is Failure.BUSINESS else LetterKind.POISON
-                    self._leave_out(it.message, it.arrival, kind, f"{type(error).__name__}: {error}")
                 else:
-                    context = opened[0].incoming.context
-                    raise StoreError(
-                        f"projection {self._name} is as it was: event {context.event_id} ({context.event_type}) cannot "
-                        f"be applied: {redacted(f'{type(error).__name__}: {error}')}"
-                    ) from error
+                    self._give_up_on(opened[0].message, opened[0].arrival, error)
             return
 
     async def _write(self, opened: Sequence[_Opened]) -> None:
