@@ -55,6 +55,10 @@ class LetterKind(StrEnum):
     """It came before its predecessors, and waits for them. The projection itself ends that."""
 
 
+UNDECIDING = (LetterKind.ALTERED, LetterKind.HELD)
+"""What becomes of such a letter decides nothing about the event of its name, which has come, or comes, by itself."""
+
+
 class LetterState(StrEnum):
     """What has become of a letter."""
 
@@ -90,6 +94,13 @@ class Letter(msgspec.Struct, frozen=True):
     def body(self) -> bytes:
         """What a redrive would use."""
         return self.message.body if self.edited is None else self.edited
+
+    @property
+    def is_decision(self) -> bool:
+        """Whether it is closed, and a person has decided something else about its event than to do what that says."""
+        about_event = self.event_id is not None and self.kind not in UNDECIDING
+        changed = self.state is LetterState.DISCARDED or self.edited is not None
+        return about_event and changed and self.state is not LetterState.OPEN
 
 
 class LetterFilter(msgspec.Struct, frozen=True):
@@ -159,8 +170,12 @@ class Letters(Protocol):
         """Let a redrive use another body; the original is kept. False if it is not open."""
         ...
 
-    def prune(self, connection: Any, consumer: str, older_than: timedelta, limit: int) -> int:
-        """Delete up to ``limit`` letters that were closed longer ago than that; how many they were."""
+    def prune(
+        self, connection: Any, consumer: str, older_than: timedelta, limit: int, *, keep_decisions: bool = False
+    ) -> int:
+        """Delete up to ``limit`` letters that were closed longer ago than that; how many they were. Those that are a
+        `Letter.is_decision` may be kept.
+        """
         ...
 
 

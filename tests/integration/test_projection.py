@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 from uuid import UUID
 
@@ -179,7 +179,7 @@ class Shelf:
     def edit(self, _connection: Any, _letter_id: int, _body: bytes) -> bool:
         return False
 
-    def prune(self, _connection: Any, _consumer: str, _older_than: timedelta, _limit: int) -> int:
+    def prune(self, *_given: Any, **_options: Any) -> int:
         return 0
 
     @property

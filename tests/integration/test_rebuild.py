@@ -601,6 +601,13 @@ async def test_what_people_have_decided_about_letters_holds(box: Pillarbox) -> N
     assert (done.events, done.left_out) == (9, 1)
     assert await rows_of(box, LabelRow) == whole
     assert {state for _, state in await letters_of(box)} == {LetterState.REDRIVEN, LetterState.DISCARDED}
+    async with box.engine.begin() as connection:
+        await connection.execute(letters.update().values(updated_at=datetime(2020, 1, 1, tzinfo=UTC)))
+    await labels.drain()  # and lets go of what is older than its retention
+    projection.refused = frozenset()
+    done = await labels.rebuild()
+    assert (done.events, done.left_out) == (9, 1)
+    assert await rows_of(box, LabelRow) == whole
 
 
 # -- other pasts -------------------------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ class Terms:
     patience: float = 300.0
     """Seconds after which an error that nobody knows makes a letter, and any other an alarm."""
     retention: timedelta = timedelta(days=30)
-    """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again."""
+    """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again. Closed
+    letters are kept as long; those of a projection that were discarded or edited, for ever.
+    """
     ignores: Sequence[str] = ()
     """Patterns of events that may come, and that nobody here knows or wants."""
 
@@ -370,7 +372,9 @@ class Consumer:
 
     def _prune(self, connection: Connection) -> int:
         number = self.identify(connection)
-        self._letters.prune(connection, self.name, self.terms.retention, PRUNED_AT_ONCE)
+        # What people have decided about events holds in every rebuild, however late.
+        keep = isinstance(self.effects, Projection)
+        self._letters.prune(connection, self.name, self.terms.retention, PRUNED_AT_ONCE, keep_decisions=keep)
         return self._inbox.prune(connection, number, self.terms.retention, PRUNED_AT_ONCE)
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:

@@ -38,7 +38,7 @@ from ..consumers.home import Home
 from ..consumers.processing import arrival_in, arrival_of, letter_about
 from ..consumers.reading import Reader
 from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
-from ..inbox import Admission, Arrival, Inbox, LetterKind, Letters, LetterState, consumer_id
+from ..inbox import UNDECIDING, Admission, Arrival, Inbox, LetterKind, Letters, LetterState, consumer_id
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
@@ -523,7 +523,7 @@ class Rebuild:
             inbox_table.c.tenant == func.coalesce(letters_table.c.tenant, _NOBODY),
         )
         still_open = letters_table.c.consumer == self._name, letters_table.c.state == LetterState.OPEN
-        curable = letters_table.c.kind.not_in([LetterKind.HELD, LetterKind.ALTERED])
+        curable = letters_table.c.kind.not_in(UNDECIDING)
         closed = {"state": LetterState.REDRIVEN, "updated_at": from_now()}
         connection.execute(update(letters_table).where(*still_open, curable, applied).values(closed))
         stored.set_generation(connection, self._name, self._new)
@@ -564,7 +564,7 @@ def _amended(connection: Connection, name: str) -> dict[Place, bytes | None]:
             table.c.tenant, table.c.event_id, table.c.state, func.coalesce(table.c.edited, table.c.body).label("used")
         )
         .where(table.c.consumer == name, table.c.event_id.is_not(None), table.c.state != LetterState.OPEN)
-        .where(table.c.kind.not_in([LetterKind.ALTERED, LetterKind.HELD]))
+        .where(table.c.kind.not_in(UNDECIDING))
         .order_by(table.c.id)
     )
     return {(row.tenant, row.event_id): None if row.state == LetterState.DISCARDED else row.used for row in rows}

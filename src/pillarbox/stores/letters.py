@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, not_, or_, select, update
 
-from ..inbox import Letter, LetterFilter, LetterKind, LetterState
+from ..inbox import UNDECIDING, Letter, LetterFilter, LetterKind, LetterState
 from ..redaction import redacted
 from ..transport import Message
 from .append import explained
@@ -55,8 +55,14 @@ class SqlLetters:
     def edit(self, connection: Connection, letter_id: int, body: bytes) -> bool:
         return _change(connection, letter_id, {"edited": body, "updated_at": from_now()})
 
-    def prune(self, connection: Connection, consumer: str, older_than: timedelta, limit: int) -> int:
-        closed = letters.c.consumer == consumer, letters.c.state != LetterState.OPEN
+    def prune(
+        self, connection: Connection, consumer: str, older_than: timedelta, limit: int, *, keep_decisions: bool = False
+    ) -> int:
+        closed = [letters.c.consumer == consumer, letters.c.state != LetterState.OPEN]
+        if keep_decisions:
+            about_event = letters.c.event_id.is_not(None), letters.c.kind.not_in(UNDECIDING)
+            changed = or_(letters.c.state == LetterState.DISCARDED, letters.c.edited.is_not(None))
+            closed.append(not_(and_(*about_event, changed)))
         old = letters.c.updated_at < from_now(-older_than.total_seconds())
         found = connection.scalars(select(letters.c.id).where(*closed, old).order_by(letters.c.id).limit(limit)).all()
         if found:

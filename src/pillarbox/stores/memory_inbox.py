@@ -209,12 +209,21 @@ class MemoryLetters:
     def edit(self, connection: MemoryTransaction | None, letter_id: int, body: bytes) -> bool:
         return self._change(connection, letter_id, edited=body)
 
-    def prune(self, connection: MemoryTransaction | None, consumer: str, older_than: timedelta, limit: int) -> int:
+    def prune(
+        self,
+        connection: MemoryTransaction | None,
+        consumer: str,
+        older_than: timedelta,
+        limit: int,
+        *,
+        keep_decisions: bool = False,
+    ) -> int:
         before = clock.current().now() - older_than
         gone = [
             number
             for number, letter in self.table.seen(connection)
             if letter.consumer == consumer and letter.state is not LetterState.OPEN and _changed_at(letter) < before
+            if not (keep_decisions and letter.is_decision)
         ][:limit]
         for number in gone:
             self.table.write(connection, number, None)

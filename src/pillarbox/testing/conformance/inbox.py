@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Protocol
 from uuid import UUID, uuid4
 
@@ -447,6 +448,25 @@ class LettersContract:
                 assert await run(world.letters.prune, "pruned", older_than, 10) == gone
         kept = await world.find(LetterFilter(ids=(closed, still_open, others), states=()))
         assert [each.id for each in kept] == [still_open, others]
+
+    async def test_what_people_have_decided_about_events_can_be_kept(self, world: World) -> None:
+        open_one, redriven, discarded, edited, altered, nameless = written = await world.write(
+            *(letter(consumer="decided") for _ in range(4)),
+            letter(consumer="decided", kind=LetterKind.ALTERED),
+            letter(consumer="decided", event_id=None),
+        )
+        async with world.transaction() as run:
+            assert await run(world.letters.edit, edited, b"better")
+            for number in (redriven, edited):
+                assert await run(world.letters.close, number, LetterState.REDRIVEN)
+            for number in (discarded, altered, nameless):
+                assert await run(world.letters.close, number, LetterState.DISCARDED)
+        async with world.transaction() as run:
+            prune = partial(world.letters.prune, keep_decisions=True)
+            assert await run(prune, "decided", timedelta(days=-1), 10) == 3
+        kept = await world.find(LetterFilter(ids=tuple(written), states=()))
+        assert [each.id for each in kept] == [open_one, discarded, edited]
+        assert [each.is_decision for each in kept] == [False, True, True]
 
     async def test_h89_of_two_who_take_a_letter_one_gets_it(self, world: World) -> None:
         world.needs_transactions()
