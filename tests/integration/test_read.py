@@ -364,6 +364,7 @@ class TestCache:
             await change(slips, 1, title="changed")
             await dao.forget(1, tenant="acme")
 
+        await dao.get(2, tenant="acme")
         cache.before_set = lambda: asyncio.create_task(meanwhile())
         titles = [found.title for _ in range(2) if (found := await dao.get(1, tenant="acme"))]
         assert titles == ["first", "changed"]

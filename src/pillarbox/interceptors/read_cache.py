@@ -177,7 +177,7 @@ class _Watch:
     def _ended(self, _session: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None and self._changed:
             changed, self._changed = self._changed, set()
-            await_only(_to_the_end(_forget(self._cache, changed)))
+            await_only(forget(self._cache, changed))
 
 
 def forget_afterwards(session: Session, cache: Cache, keys: Collection[str]) -> None:
@@ -187,9 +187,14 @@ def forget_afterwards(session: Session, cache: Cache, keys: Collection[str]) -> 
 
     def ended(_session: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None:
-            await_only(_to_the_end(_forget(cache, keys)))
+            await_only(forget(cache, keys))
 
     sqlalchemy_events.listen(session, "after_transaction_end", ended)
+
+
+async def forget(cache: Cache, keys: Collection[str]) -> None:
+    """Have these forgotten, although the task is being cancelled. Does not fail."""
+    await _to_the_end(_forget(cache, keys))
 
 
 async def _forget(cache: Cache, keys: Collection[str]) -> None:

@@ -49,6 +49,7 @@ from ..stores.tables import inbox as inbox_table
 from ..stores.tables import letters as letters_table
 from ..transport import Message, Respells, Subscriber, Subscription
 from . import history
+from .editions import replaced
 from .projection import Projection
 from .shadow import LOCK_SECONDS, Shadow, alone, shadow_of
 
@@ -463,6 +464,13 @@ class Rebuild:
     # -- the swap ------------------------------------------------------------------------------------------------------
 
     async def _swap(self, past: _Past) -> None:
+        try:
+            await self._change_places(past)
+        finally:  # an error may hide that it was done
+            if self._live.cache is not None:
+                await replaced(self._live.cache, self._live.row)
+
+    async def _change_places(self, past: _Past) -> None:
         if self._shadow.has_row_locks:
             await self._persist(lambda: self._swap_under_lock(past))
             return
