@@ -532,7 +532,8 @@ class Rebuild:
         )
         still_open = letters_table.c.consumer == self._name, letters_table.c.state == LetterState.OPEN
         curable = letters_table.c.kind.not_in(UNDECIDING)
-        closed = {"state": LetterState.REDRIVEN, "updated_at": from_now()}
+        # They were applied as they came: the next rebuild must not take an edit for used that nobody has redriven.
+        closed = {"state": LetterState.REDRIVEN, "edited": None, "updated_at": from_now()}
         connection.execute(update(letters_table).where(*still_open, curable, applied).values(closed))
         stored.set_generation(connection, self._name, self._new)
 
