@@ -593,6 +593,8 @@ class LaneWorker:
         self.lane = await self._store.amend(self.lane, ())
         self._check_lasts(lasts)
         for place in sorted(lasts):
+            if lasts[place] < 0 and self._numbering.may_be_forgotten(self.lane, place):
+                self._report.forgotten(place, lasts[place], -1)
             items, outcome = await self._without_stored(items, place, lasts[place])
             if outcome is not None:
                 return None, outcome

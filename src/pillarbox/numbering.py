@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from . import clock
 from .outbox import Lane, Row
 from .transport import Message, Partitioned, Publisher
 
 PARTITIONS = "partitions"
 REACHED = "reached"
+AT = "at"
 
 
 class Numbering:
@@ -24,6 +26,7 @@ class Numbering:
 
     def __init__(self, publisher: Publisher) -> None:
         self._numbered = publisher.capabilities.numbered
+        self._forgets_after = publisher.capabilities.forgets_after
         self._partitioned = publisher if isinstance(publisher, Partitioned) else None
         self._reached: dict[str, int] = {}
 
@@ -40,6 +43,8 @@ class Numbering:
             topics |= {partitioned.place(row.topic, row.key, counts[row.topic]) for row in rows if row.topic in counts}
         if reached := {place: last for place in topics if (last := self._reached.get(place, -1)) >= 0}:
             found[REACHED] = reached
+        if self._forgets_after is not None and len(reached) < len(topics):
+            found[AT] = int(clock.current().now().timestamp())
         return found
 
     def place(self, lane: Lane, row: Row) -> str:
@@ -68,14 +73,22 @@ class Numbering:
 
     def reached(self, lane: Lane, place: str) -> int:
         """The highest number that the place is known to have stored; -1: none."""
-        before: int = _announced(lane, REACHED).get(place, -1)
+        before: int = (_announced(lane, REACHED) or {}).get(place, -1)
         return max(self._reached.get(place, -1), before)
 
+    def may_be_forgotten(self, lane: Lane, place: str) -> bool:
+        """Whether the place, which knows of no message of this lane, may have stored the first ones, which are the
+        announced batch, and forgotten them since.
+        """
+        announced_at: int | None = _announced(lane, AT)
+        if self._forgets_after is None or announced_at is None or self.reached(lane, place) >= 0:
+            return False
+        return clock.current().now().timestamp() - announced_at > self._forgets_after
+
     def _partition(self, lane: Lane, row: Row) -> str:
-        count = _announced(lane, PARTITIONS).get(row.topic, 0)
+        count = (_announced(lane, PARTITIONS) or {}).get(row.topic, 0)
         return self._partitioned.place(row.topic, row.key, count) if count and self._partitioned else ""
 
 
-def _announced(lane: Lane, name: str) -> Mapping[str, int]:
-    found: Mapping[str, int] | None = None if lane.announced is None else lane.announced.details.get(name)
-    return found or {}
+def _announced(lane: Lane, name: str) -> Any:
+    return None if lane.announced is None else lane.announced.details.get(name)

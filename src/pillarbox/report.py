@@ -172,12 +172,11 @@ class Report:
         if self._signals:
             self._signals.count(telemetry.FORGOTTEN, self._way)
         extra = self._of_lane(telemetry.LOG_FORGOTTEN, place=place, last=last, reached=reached)
-        logger.error(
-            "%s: %s has forgotten this producer: it had stored message %d and now knows of none above %d; "
-            "what is announced is sent at least once",
-            *(self._lane, place, reached, last),
-            extra=extra,
-        )
+        if reached < 0:
+            why = "may have forgotten this producer: it knows of none of its messages, and some were announced long ago"
+        else:
+            why = f"has forgotten this producer: it had stored message {reached} and now knows of none above {last}"
+        logger.error("%s: %s %s; what is announced is sent at least once", self._lane, place, why, extra=extra)
 
     def nonsense(self, what: str) -> None:
         """The transport contradicts itself."""

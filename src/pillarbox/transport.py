@@ -51,6 +51,9 @@ class Capabilities:
     opens: bool = False
     """Topics are opened before each batch, so that one that cannot be holds up no other. If it is numbered, always."""
 
+    forgets_after: float | None = None
+    """Seconds after which it forgets the numbers of a producer that is away, if it does."""
+
 
 class Verdict(Enum):
     """Why a request was not finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
@@ -180,6 +181,27 @@ async def test_h115_it_is_noticed_though_nobody_is_left_who_sent_there_before(ca
     async with running(world.relay("heir")):
         await until(lambda: world.statuses(Status.SENT) == "a1 a2")
     assert "has forgotten this producer: it had stored message 1" in caplog.text
+
+
+@pytest.mark.parametrize(("away", "reports"), [(50.0, 0), (70.0, 1)])
+@in_virtual_time
+async def test_h115_a_first_batch_that_may_be_forgotten_is_reported(
+    away: float, reports: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was stored before it, so nothing but its age says that the broker may know less than it has."""
+    world = World(capabilities=Capabilities(numbered=True, forgets_after=60.0))
+    world.write("a1 a2")
+    worker = world.worker(await world.take("dead", lease=1.0))
+    worker.stop()
+    world.broker.lose_answers(1)
+    await worker.turn()
+    if reports:
+        world.broker._highest.clear()
+    await asyncio.sleep(away)
+    async with running(world.relay("heir")):
+        await until(lambda: world.statuses(Status.SENT) == "a1 a2")
+    assert world.sent == ("a1 a2 a1 a2" if reports else "a1 a2")
+    assert caplog.text.count("may have forgotten this producer") == reports
 
 
 @in_virtual_time

@@ -50,6 +50,8 @@ LARGE = MAX_HEADERS // 8
 """Below this nothing can be too large."""
 RECOUNT = 60.0
 """Seconds after which we look again how many partitions a topic has, and at the settings of a namespace."""
+FORGETS_AFTER = 6 * 3600.0
+"""What a broker does by default with the numbers of a producer: brokerDeduplicationProducerInactivityTimeoutMinutes."""
 IDLE = 300.0
 """Seconds after which a producer that nobody asks for is closed, when others are opened."""
 
@@ -132,6 +134,7 @@ class PulsarTransport:
             numbered=numbered,
             grouped=cut is Cut.BY_KEY,
             opens=True,
+            forgets_after=FORGETS_AFTER,
         )
         self._limit = max_message_bytes
         self._client = Client(
