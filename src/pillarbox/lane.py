@@ -216,7 +216,7 @@ class LaneWorker:
         page = await self._store.poll(
             self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
         )
-        if page.requests:  # first, and alone: a row of this very page may be one that is not to be sent, or not as it is
+        if page.requests:  # first, and alone: they may be about rows of this very page
             await self._announce(Batch(requests=page.requests))
             return True
         plan = self._next_batch(page)
