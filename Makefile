@@ -1,7 +1,7 @@
 # The only front door: CI calls the same targets.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 TESTS ?=
 PYTEST_FLAGS ?=
 CELLS ?=
