@@ -33,6 +33,7 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import ConfigurationError
 from pillarbox.inbox import Letter, LetterKind, LetterState
 from pillarbox.stores import inbox as stored
+from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.tables import inbox
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -703,6 +704,22 @@ async def test_its_place_is_written_down_and_the_inbox_forgets(box: Pillarbox) -
     assert record.handled == 2
     assert record.last_occurred_at is not None
     assert kept == 0
+
+
+async def test_what_was_handled_is_counted_once_although_nothing_can_be_pruned(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_given: object) -> int:
+        raise RuntimeError("DELETE is not granted")
+
+    monkeypatch.setattr(SqlInbox, "prune", refuse)
+    consumer = answering(box)
+    for subject in ("a", "b", "c"):
+        await ask(box, (subject, 1))
+        await consumer.drain()
+    async with box.engine.connect() as connection:
+        [record] = await connection.run_sync(stored.consumers)
+    assert record.handled == 3
 
 
 async def test_a_handler_may_take_longer_than_the_brokers_deadline(sqlite_database: Database) -> None:

@@ -354,13 +354,12 @@ class Consumer:
                 lag=self._lag(),
                 held=sum(held.values()),
             )
+            self._told = tally  # whatever becomes of the rest, it is not counted again
             for _ in range(PRUNED_IN_A_ROW):
                 if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
                     break
         except Exception as error:
-            logger.debug("consumer %s: nothing noted: %s", self.name, redacted(str(error)))
-        else:
-            self._told = tally
+            logger.debug("consumer %s: not all was noted: %s", self.name, redacted(str(error)))
 
     async def _note_redrive(self) -> None:
         """Count a letter that was redriven where the consumer itself does not run, and say nothing else about it."""
