@@ -66,6 +66,21 @@ class LetterState(StrEnum):
     REDRIVEN = "redriven"
     """Its effect is there."""
     DISCARDED = "discarded"
+    DUPLICATE = "duplicate"
+    """The same message had come again, and was dealt with then."""
+
+
+class Redriven(StrEnum):
+    """What has become of a letter that was to be redriven. True if it has had its effect by that."""
+
+    DONE = "done"
+    DUPLICATE = "duplicate"
+    """See `LetterState.DUPLICATE`: it is closed without a second effect."""
+    GONE = "gone"
+    """It is not open any more: somebody else was quicker."""
+
+    def __bool__(self) -> bool:
+        return self is Redriven.DONE
 
 
 class Letter(msgspec.Struct, frozen=True):

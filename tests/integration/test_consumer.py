@@ -30,8 +30,8 @@ from pillarbox import (
 from pillarbox.codec import Content
 from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
-from pillarbox.errors import ConfigurationError
-from pillarbox.inbox import Letter, LetterKind, LetterState
+from pillarbox.errors import ConfigurationError, StoreError
+from pillarbox.inbox import Letter, LetterKind, LetterState, Redriven
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.tables import inbox
@@ -551,7 +551,7 @@ async def test_h89_a_letter_is_redriven_once(box: Pillarbox) -> None:
     assert letter.attempts == 2
     closed = False
     tried = await asyncio.gather(*(consumer.redrive(letter.id) for _ in range(3)), return_exceptions=True)
-    assert [result for result in tried if result is True] == [True]
+    assert [result for result in tried if result is Redriven.DONE] == [Redriven.DONE]
     assert await effects(box) == [("a", 1)]
     [done] = await letters(box, states=[LetterState.REDRIVEN])
     assert done.id == letter.id
@@ -582,6 +582,135 @@ async def test_a_redriven_letter_is_counted_once_and_moves_nothing_else(box: Pil
     async with box.engine.connect() as connection:
         [last] = await connection.run_sync(stored.consumers)
     assert last.handled == 3
+
+
+class Stranger:
+    """Somebody whose CloudEvents have their id in the body, and perhaps another one in a header."""
+
+    def __init__(self, broker: MemoryTransport, headers: dict[str, str]) -> None:
+        self.event_id = uuid4()
+        self.name = f"test.consumer.stranger-{self.event_id}"
+        """A type that nobody knows before `deploy`."""
+        self._broker = broker
+        self._headers = {"content_type": CloudEventsCodec().content_type, **headers}
+
+    async def send(self, number: int) -> None:
+        attributes = {
+            "specversion": "1.0",
+            "id": str(self.event_id),
+            "source": "elsewhere",
+            "type": self.name,
+            "subject": "a",
+            "time": "2026-01-01T00:00:00Z",
+            "schemaversion": "v1",
+            "data": {"number": number},
+        }
+        await self._broker.send("stranger", [Message(TOPIC, "a", msgspec.json.encode(attributes), self._headers)])
+
+    def deploy(self, consumer: Consumer, *, rejecting: Callable[[], bool] = lambda: False) -> None:
+        """From now on the consumer knows them."""
+
+        class Strange(IntegrationEvent, name=self.name, version=1):
+            number: int
+
+        @consumer.on(Strange)
+        async def write(event: Strange, uow: UnitOfWork) -> None:
+            if rejecting():
+                raise Reject("not today")
+            uow.add(Effect(event_id=event.event_id, subject="strange", number=event.number))
+
+
+@pytest.fixture(params=[{}, {"event_id": "0198a2f0-0000-7000-8000-000000000001"}], ids=["no-header", "another-header"])
+def stranger(request: pytest.FixtureRequest, broker: MemoryTransport) -> Stranger:
+    return Stranger(broker, request.param)
+
+
+async def test_h80_a_letter_without_an_id_is_no_second_effect_of_what_came_again(
+    box: Pillarbox, broker: MemoryTransport, stranger: Stranger
+) -> None:
+    consumer = answering(box)
+    await stranger.send(1)
+    await consumer.drain()
+    [letter] = await letters(box)
+    assert letter.kind is LetterKind.UNKNOWN
+    stranger.deploy(consumer)
+    broker.redeliver(TOPIC)
+    assert (await consumer.drain()).handled == 1
+    assert await consumer.redrive(letter.id) is Redriven.DUPLICATE
+    assert await effects(box) == [("strange", 1)]
+    [closed] = await letters(box, states=[*LetterState])
+    assert closed.state is LetterState.DUPLICATE
+    assert await consumer.redrive(letter.id) is Redriven.GONE
+    async with box.engine.connect() as connection:
+        [record] = await connection.run_sync(stored.consumers)
+    assert (record.handled, consumer.status()["handled"], consumer.status()["duplicates"]) == (1, 1, 1)
+
+
+async def test_h80_what_comes_again_after_its_letter_was_redriven_has_no_second_effect(
+    box: Pillarbox, broker: MemoryTransport, stranger: Stranger
+) -> None:
+    consumer = answering(box)
+    await stranger.send(1)
+    await consumer.drain()
+    [letter] = await letters(box)
+    stranger.deploy(consumer)
+    assert await consumer.redrive(letter.id) is Redriven.DONE
+    broker.redeliver(TOPIC)
+    assert (await consumer.drain()).duplicates == 1
+    assert await effects(box) == [("strange", 1)]
+
+
+async def test_h80_a_letter_without_an_id_may_be_rejected_before_it_has_its_effect(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    stranger = Stranger(broker, {})
+    await stranger.send(1)
+    await consumer.drain()
+    [letter] = await letters(box)
+    rejects = True
+    stranger.deploy(consumer, rejecting=lambda: rejects)
+    with pytest.raises(Reject):
+        await consumer.redrive(letter.id)
+    rejects = False
+    assert await consumer.redrive(letter.id) is Redriven.DONE
+    broker.redeliver(TOPIC)
+    assert (await consumer.drain()).duplicates == 1
+    assert await effects(box) == [("strange", 1)]
+
+
+async def test_a_letter_with_its_id_in_the_body_has_its_effect(
+    box: Pillarbox, broker: MemoryTransport, stranger: Stranger
+) -> None:
+    consumer = answering(box)
+    rejects = True
+    stranger.deploy(consumer, rejecting=lambda: rejects)
+    await stranger.send(1)
+    await consumer.drain()
+    [letter] = await letters(box)
+    assert letter.kind is LetterKind.REJECTED
+    rejects = False
+    assert await consumer.redrive(letter.id) is Redriven.DONE
+    broker.redeliver(TOPIC)
+    assert (await consumer.drain()).duplicates == 1
+    assert await effects(box) == [("strange", 1)]
+
+
+async def test_h82_a_letter_whose_event_has_come_with_another_body_stays_open(
+    box: Pillarbox, stranger: Stranger
+) -> None:
+    consumer = answering(box)
+    await stranger.send(1)
+    await consumer.drain()
+    [letter] = await letters(box)
+    stranger.deploy(consumer)
+    await stranger.send(2)
+    assert (await consumer.drain()).handled == 1
+    for _ in range(2):
+        with pytest.raises(StoreError, match=f"event {stranger.event_id} was dealt with in another body"):
+            await consumer.redrive(letter.id)
+    assert await effects(box) == [("strange", 2)]
+    assert [it.id for it in await letters(box)] == [letter.id]
 
 
 # -- without a broker --------------------------------------------------------------------------------------------------

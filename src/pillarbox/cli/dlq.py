@@ -222,6 +222,8 @@ class Outcome(StrEnum):
     DONE = "done"
     FAILED = "failed"
     """A handler has raised: the letter stays open."""
+    DUPLICATE = "duplicate"
+    """The same message had come again, and was dealt with then: it is closed."""
     GONE = "gone"
     """Somebody else was quicker: it is not open any more."""
 
@@ -310,7 +312,12 @@ class _Passage:
             lines = [f"{self._action}: {selected} would be taken", _listed(self._sample)]
         else:
             lines = [f"{self._action}: {counts[Outcome.DONE]:,} of {selected} done"]
-        words = {Outcome.DONE: "done", Outcome.FAILED: "failed again", Outcome.GONE: "is not open any more"}
+        words = {
+            Outcome.DONE: "done",
+            Outcome.FAILED: "failed again",
+            Outcome.DUPLICATE: "is closed as a duplicate: the same message came again, and was dealt with then",
+            Outcome.GONE: "is not open any more",
+        }
         for it in self._results:
             reason = f": {it['reason']}" if it["reason"] else ""
             lines.append(plain(f"letter {it['id']} of {it['consumer']} {words[it['outcome']]}{reason}"))
@@ -385,7 +392,7 @@ async def _redrive(box: Pillarbox, author: Author, letter: Letter) -> tuple[Outc
         entry = await connection.run_sync(correspondence.begin_redrive, letter, author)
     reason = None
     try:
-        outcome = Outcome.DONE if await box.consumers[letter.consumer].redrive(letter.id) else Outcome.GONE
+        outcome = Outcome((await box.consumers[letter.consumer].redrive(letter.id)).value)
     except Exception as error:  # whatever a handler may raise
         outcome, reason = Outcome.FAILED, redacted(f"{type(error).__name__}: {error}")
     async with box.engine.begin() as connection:

@@ -23,7 +23,7 @@ from sqlalchemy import Connection
 
 from .. import clock, telemetry
 from ..errors import ConfigurationError, StoreError
-from ..inbox import Inbox, LetterFilter, LetterKind, Letters, consumer_id
+from ..inbox import Inbox, LetterFilter, LetterKind, Letters, Redriven, consumer_id
 from ..projections.projection import Projection
 from ..projections.rebuild import From, Rebuild, Rebuilt, Tell
 from ..redaction import redacted
@@ -216,8 +216,8 @@ class Consumer:
             self._end()
         return _difference(self._report.tally, before)
 
-    async def redrive(self, letter_id: int) -> bool:
-        """Give a letter to the handlers once more. See `Processor.redrive`."""
+    async def redrive(self, letter_id: int) -> Redriven:
+        """Give a letter of this consumer to the handlers once more. See `Processor.redrive`."""
         redriven = await self._processor.redrive(letter_id)
         if redriven and not self._running:  # else it is noted with all the rest
             await self._note_redrive()

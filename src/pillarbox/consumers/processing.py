@@ -20,7 +20,18 @@ from sqlalchemy import Connection
 from .. import clock
 from ..context import caused_by
 from ..errors import BeingSwappedError, ConfigurationError, EventError, StoreError, UnknownEventError
-from ..inbox import Admission, Arrival, Inbox, Letter, LetterFilter, LetterKind, Letters, LetterState, digest_of
+from ..inbox import (
+    Admission,
+    Arrival,
+    Inbox,
+    Letter,
+    LetterFilter,
+    LetterKind,
+    Letters,
+    LetterState,
+    Redriven,
+    digest_of,
+)
 from ..outbox import Delivery
 from ..redaction import redacted
 from ..retry import RetryPolicy
@@ -291,13 +302,13 @@ class Processor:
         self._home.posts.append(connection, deliveries)
         return letters, deliveries, prepared
 
-    async def redrive(self, letter_id: int) -> bool:
+    async def redrive(self, letter_id: int) -> Redriven:
         """Try an open letter once more: its effect and its closing are one transaction, so of two people who ask for it
-        one succeeds. False if it is not open any more; what the handler raises is raised.
+        one succeeds. What the handler raises is raised.
         """
         found = await self._home.apart(self._letters.find, LetterFilter(ids=(letter_id,)))
         if not found:
-            return False
+            return Redriven.GONE
         letter = found[0]
         if letter.kind is LetterKind.HELD:
             raise StoreError(f"letter {letter_id} waits for events before it, and is applied when they have come")
@@ -305,24 +316,49 @@ class Processor:
             async with self._home.unit_of_work(
                 tenant=letter.tenant, timeout=self._timeout, new_transaction=True
             ) as uow:
-                taken = await self._home.within(uow, self._take, letter_id)
+                number, taken = await self._home.within(uow, self._take, letter_id)
                 if taken is None:
-                    return False
+                    return Redriven.GONE
                 incoming = self._read_letter(taken)
-                with self._report.processing([incoming]), uow.sealed():
-                    await self._effects.apply(uow, [incoming])
-                await self._home.within(uow, self._letters.close, letter_id, LetterState.REDRIVEN)
+                duplicate = await self._home.within(uow, self._has_come_again, number, taken, incoming)
+                if not duplicate:
+                    with self._report.processing([incoming]), uow.sealed():
+                        await self._effects.apply(uow, [incoming])
+                state = LetterState.DUPLICATE if duplicate else LetterState.REDRIVEN
+                await self._home.within(uow, self._letters.close, letter_id, state)
         except Exception as error:
             kind = LetterKind.REJECTED if classify(error) is Failure.BUSINESS else letter.kind
             reason = str(error) if kind is LetterKind.REJECTED else f"{type(error).__name__}: {error}"
             await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
+        if duplicate:
+            self._report.handled((), 1, 0.0)
+            return Redriven.DUPLICATE
         self._report.redriven(incoming)
-        return True
+        return Redriven.DONE
 
-    def _take(self, connection: Connection, letter_id: int) -> Letter | None:
-        self._identify(connection)  # a projection does not change places with another one before we have committed
-        return self._letters.take(connection, letter_id)
+    def _take(self, connection: Connection, letter_id: int) -> tuple[int, Letter | None]:
+        """Our number in the inbox, and the letter. A projection does not change places with another one before we have
+        committed.
+        """
+        return self._identify(connection), self._letters.take(connection, letter_id)
+
+    def _has_come_again(self, connection: Connection, number: int, letter: Letter, incoming: Incoming) -> bool:
+        """Whether a message whose id could not be read when it became a letter has been dealt with since, under its id.
+        If not, the inbox knows it by that from now on.
+        """
+        arrival = arrival_in(incoming)
+        if letter.event_id == arrival.event_id:
+            return False
+        if letter.event_id is not None and letter.kind is not LetterKind.UNKNOWN:
+            return False  # it could be read, and had the id that is in its body; a header has another one
+        as_it_came = Arrival(arrival.event_id, arrival.schema_version, digest_of(letter.message.body))
+        [admission] = self._inbox.admit(connection, number, letter.tenant, [as_it_came])
+        if admission is Admission.ALTERED:
+            raise StoreError(
+                f"event {arrival.event_id} was dealt with in another body: find out who sends it, then discard this one"
+            )
+        return admission is Admission.DUPLICATE
 
     def _read_letter(self, letter: Letter) -> Incoming:
         incoming = self._reader.read(_as_edited(letter), letter.attempts + 1)
