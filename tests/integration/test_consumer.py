@@ -713,6 +713,22 @@ async def test_h82_a_letter_whose_event_has_come_with_another_body_stays_open(
     assert [it.id for it in await letters(box)] == [letter.id]
 
 
+async def test_h83_a_consumer_takes_no_letters_of_another_one(box: Pillarbox) -> None:
+    billing = answering(box, "billing")
+    shipping = answering(box, "shipping")
+    fail_once(billing, lambda: Reject("closed today"))
+    await ask(box, ("a", 2))
+    await billing.drain()
+    await shipping.drain()
+    [letter] = await letters(box)
+    with pytest.raises(StoreError, match=f"letter {letter.id} is one of consumer billing, and not of shipping"):
+        await shipping.redrive(letter.id)
+    assert await effects(box) == [("a", 2)]
+    assert [(it.state, it.attempts) for it in await letters(box)] == [(LetterState.OPEN, 1)]
+    assert await billing.redrive(letter.id)
+    assert await effects(box) == [("a", 2)] * 2
+
+
 # -- without a broker --------------------------------------------------------------------------------------------------
 
 

@@ -303,13 +303,17 @@ class Processor:
         return letters, deliveries, prepared
 
     async def redrive(self, letter_id: int) -> Redriven:
-        """Try an open letter once more: its effect and its closing are one transaction, so of two people who ask for it
-        one succeeds. What the handler raises is raised.
+        """Try an open letter of this consumer once more: its effect and its closing are one transaction, so of two
+        people who ask for it one succeeds. What the handler raises is raised.
         """
-        found = await self._home.apart(self._letters.find, LetterFilter(ids=(letter_id,)))
+        found = await self._home.apart(self._letters.find, LetterFilter(ids=(letter_id,), states=()))
         if not found:
             return Redriven.GONE
         letter = found[0]
+        if letter.consumer != self._name:
+            raise StoreError(f"letter {letter_id} is one of consumer {letter.consumer}, and not of {self._name}")
+        if letter.state is not LetterState.OPEN:
+            return Redriven.GONE
         if letter.kind is LetterKind.HELD:
             raise StoreError(f"letter {letter_id} waits for events before it, and is applied when they have come")
         try:
