@@ -190,5 +190,11 @@ class HoldFullError(StoreError):
     """Too many events of a projection wait for their predecessors. Nothing was written: some of these must come."""
 
 
+class StaleLetterError(StoreError):
+    """A letter of a projection was redriven, and a row has seen later events. Nothing was written, and the letter stays
+    open: rebuild the projection.
+    """
+
+
 class EmbeddedServerError(StoreError):
     """A server of our own, the embedded PostgreSQL or the local Pulsar, could not be fetched or started."""

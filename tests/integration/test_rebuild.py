@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import Aggregate, IntegrationEvent, Pillarbox, Poison, RetryPolicy, Route, TenantScoped, UnitOfWork
 from pillarbox.consumers.consumer import Consumer
-from pillarbox.errors import ConfigurationError, StoreError
+from pillarbox.errors import ConfigurationError, StaleLetterError, StoreError
 from pillarbox.inbox import LetterKind, LetterState, consumer_id
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, history, on
 from pillarbox.projections import rebuild as rebuilding
@@ -141,6 +141,17 @@ class FaultyJars(Jars, row=JarRow, name="faulty jars"):
     def filled(self, event: JarFilled) -> Change:
         if self.away and event.grams < 10:
             raise ConnectionError("away")
+        return self.put(jar_id=event.jar_id, label=event.label, grams=Add(event.grams))
+
+
+class PickyJars(Jars, row=JarRow, name="picky jars"):
+    refused = 1
+    """Nobody can bear a filling of so many grams."""
+
+    @on(JarFilled)
+    def filled(self, event: JarFilled) -> Change:
+        if event.grams == self.refused:
+            raise Poison("too little")
         return self.put(jar_id=event.jar_id, label=event.label, grams=Add(event.grams))
 
 
@@ -613,6 +624,39 @@ async def test_what_people_have_decided_about_letters_holds(box: Pillarbox) -> N
     done = await labels.rebuild()
     assert (done.events, done.left_out) == (9, 1)
     assert await rows_of(box, LabelRow) == whole
+
+
+async def too_late(box: Pillarbox, jars: Consumer) -> int:
+    """A jar whose first filling was poison, and whose second one was applied; the number of the letter."""
+    jar = Jar.make("plum")
+    async with box.unit_of_work() as uow:
+        uow.add(jar)
+    for grams in (1, 20):
+        async with box.unit_of_work() as uow:
+            (await uow.session.get_one(Jar, jar.id)).fill(grams)
+    await jars.drain()
+    [letter] = [it async for it in box.dead_letters()]
+    return letter.id
+
+
+async def test_h85_a_letter_that_is_too_late_stays_open_until_its_event_has_had_its_turn(box: Pillarbox) -> None:
+    projection = PickyJars()
+    jars = projected(box, projection)
+    letter = await too_late(box, jars)
+    projection.refused = 0
+    before = await rows_of(box, JarRow)
+    for _ in range(2):
+        with pytest.raises(StaleLetterError, match="rebuild the projection"):
+            await jars.redrive(letter)
+    assert await rows_of(box, JarRow) == before
+    assert 20 in before[0]
+    [found] = [it async for it in box.dead_letters()]
+    assert (found.attempts, "a later event has changed the row" in found.reason) == (3, True)
+    assert jars.status()["handled"] == 2
+    await jars.rebuild()
+    [row] = await rows_of(box, JarRow)
+    assert 21 in row
+    assert await letters_of(box) == [(LetterKind.POISON, LetterState.REDRIVEN)]
 
 
 # -- other pasts -------------------------------------------------------------------------------------------------------

@@ -87,9 +87,9 @@ class Effects(Protocol):
         """What it has not done since it was last asked."""
         ...
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
         """Do it, in the transaction of ``uow``, which the caller commits. All of one tenant, in order per key. Whatever
-        is raised undoes all of it; several are then tried one by one.
+        is raised undoes all of it; several are then tried one by one. Those that came too late for a row come back.
         """
         ...
 
@@ -128,11 +128,12 @@ class Handlers:
     def left_out(self) -> LeftOut:
         return LeftOut()
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
         for event, context in incoming:
             with caused_by(context.headers):
                 for call in self._calls[type(event)]:
                     await call(event, uow, context)
+        return ()
 
 
 class _Call:

@@ -19,7 +19,14 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..context import caused_by
-from ..errors import BeingSwappedError, ConfigurationError, EventError, StoreError, UnknownEventError
+from ..errors import (
+    BeingSwappedError,
+    ConfigurationError,
+    EventError,
+    StaleLetterError,
+    StoreError,
+    UnknownEventError,
+)
 from ..inbox import (
     Admission,
     Arrival,
@@ -37,6 +44,7 @@ from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..route import MAX_KEY_BYTES, MAX_TENANT_BYTES, MAX_TOPIC, check_key
 from ..transport import Message
+from ..unit_of_work import UnitOfWork
 from .dead_letters import DeadLetterRoute
 from .desk import Line, Work
 from .failure import Failure, classify
@@ -326,8 +334,7 @@ class Processor:
                 incoming = self._read_letter(taken)
                 duplicate = await self._home.within(uow, self._has_come_again, number, taken, incoming)
                 if not duplicate:
-                    with self._report.processing([incoming]), uow.sealed():
-                        await self._effects.apply(uow, [incoming])
+                    await self._apply_late(uow, incoming)
                 state = LetterState.DUPLICATE if duplicate else LetterState.REDRIVEN
                 await self._home.within(uow, self._letters.close, letter_id, state)
         except Exception as error:
@@ -340,6 +347,15 @@ class Processor:
             return Redriven.DUPLICATE
         self._report.redriven(incoming)
         return Redriven.DONE
+
+    async def _apply_late(self, uow: UnitOfWork, incoming: Incoming) -> None:
+        with self._report.processing([incoming]), uow.sealed():
+            stale = await self._effects.apply(uow, [incoming])
+        if stale:
+            raise StaleLetterError(
+                f"a later event has changed the row in {self._name} already, so nothing was written: rebuild the "
+                "projection, or discard the letter if nothing is missing"
+            )
 
     def _take(self, connection: Connection, letter_id: int) -> tuple[int, Letter | None]:
         """Our number in the inbox, and the letter. A projection does not change places with another one before we have

@@ -108,7 +108,7 @@ def on(*kinds: type) -> Callable[[_Function], _Function]:
 _Call = Callable[[Any, Any, MessageContext], Change | Iterable[Change] | None]
 
 
-class _Told(msgspec.Struct, frozen=True, gc=False):
+class _Told(msgspec.Struct, gc=False):
     """An event, and what the handler says to it."""
 
     incoming: Incoming
@@ -117,6 +117,8 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
     """None if nothing can be told by it."""
     letter: int | None = None
     """Its letter, if it was held."""
+    is_stale: bool = False
+    """A row had seen this one or a later one."""
 
 
 class Projection:
@@ -214,11 +216,12 @@ class Projection:
 
     # -- `Effects` -----------------------------------------------------------------------------------------------------
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
-        """Write what these events change, in the transaction of ``uow``."""
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+        """Write what these events change, in the transaction of ``uow``. Those that are stale come back."""
         told = [self._told(one) for one in incoming]
         if any(one.changes for one in told):
             await uow.session.run_sync(self._apply, told)
+        return [one.incoming for one in told if one.is_stale]
 
     def _apply(self, session: Session, told: Sequence[_Told]) -> None:
         tenant = self._tenant_of(session, told)
@@ -323,6 +326,7 @@ class Projection:
             return False  # there is no row whose version could move on
         if one.position <= row.position and (row.stored is not None or row.is_changed):
             tally.stale += 1
+            one.is_stale = True
             return False
         if one.position != row.successor:
             _count_gap(row, one.position, tally)
