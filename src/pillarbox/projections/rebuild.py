@@ -532,8 +532,7 @@ class Rebuild:
         )
         still_open = letters_table.c.consumer == self._name, letters_table.c.state == LetterState.OPEN
         curable = letters_table.c.kind.not_in(UNDECIDING)
-        # They were applied as they came: the next rebuild must not take an edit for used that nobody has redriven.
-        closed = {"state": LetterState.REDRIVEN, "edited": None, "updated_at": from_now()}
+        closed = {"state": LetterState.REDRIVEN, "updated_at": from_now()}
         connection.execute(update(letters_table).where(*still_open, curable, applied).values(closed))
         stored.set_generation(connection, self._name, self._new)
 
@@ -566,13 +565,14 @@ def _own_engine(engine: AsyncEngine) -> AsyncEngine:
 
 
 def _amended(connection: Connection, name: str) -> dict[Place, bytes | None]:
-    """What people have decided about events: the body that has had its effect, or None."""
+    """What people have decided about events: the body that is to have its effect, or None."""
     table = letters_table
     rows = connection.execute(
         select(
             table.c.tenant, table.c.event_id, table.c.state, func.coalesce(table.c.edited, table.c.body).label("used")
         )
-        .where(table.c.consumer == name, table.c.event_id.is_not(None), table.c.state != LetterState.OPEN)
+        .where(table.c.consumer == name, table.c.event_id.is_not(None))
+        .where(or_(table.c.state != LetterState.OPEN, table.c.edited.is_not(None)))  # a redrive may be too late for it
         .where(table.c.kind.not_in(UNDECIDING))
         .order_by(table.c.id)
     )
