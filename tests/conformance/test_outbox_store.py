@@ -24,7 +24,7 @@ from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
-from pillarbox.testing.conformance.outbox import LEASE, ROUTE, OutboxStoreContract, World, delivery
+from pillarbox.testing.conformance.outbox import LEASE, ROUTE, SKIPPING, OutboxStoreContract, World, delivery
 from tests.relays import soon
 from tests.servers import DATABASES, Database, Server, Servers
 
@@ -291,6 +291,17 @@ class TestQueueStore(DatabaseStoreContract):
     @pytest.fixture(params=DATABASES)
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
+
+    async def test_a_key_with_very_many_parked_rows_hides_no_other_one(self, world: DatabaseWorld) -> None:
+        """As it is when a route that has parked behind dead rows is told to skip them."""
+        await world.register(SKIPPING)
+        await world.append([delivery(key, route=SKIPPING) for key in ("a", "b", *["a"] * 10_001, "b")])
+        async with world.engine.begin() as connection:
+            *_, last_dead = await connection.scalars(select(outbox.c.id).order_by(outbox.c.id).limit(2))
+            await connection.execute(update(outbox).values(status=Status.PARKED))
+            await connection.execute(update(outbox).where(outbox.c.id <= last_dead).values(status=Status.FAILED))
+        lane = await self.lane(world, route=SKIPPING)
+        assert {row.key for row in await self.due(world, lane)} == {"a", "b"}
 
 
 class TestLogStore(DetourContract, DatabaseStoreContract):

@@ -35,7 +35,8 @@ from .statement import DirectStatement
 from .tables import outbox, requests
 
 _OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
-_PARKED_TO_FREE = 10_000
+_KEYS_AT_ONCE = 10_000
+"""A statement has no room for any number of ids."""
 _KEYS_WITH_FOLLOWERS = 8
 """How many keys of a page bring the rows behind their first one: each costs a statement."""
 
@@ -136,8 +137,11 @@ class QueueStore(Appender, Leases):
 def _free_parked(connection: Connection, lane: Lane) -> Lane:
     """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what waits."""
     fenced(connection, lane, tries=lane.tries)
-    parked = connection.scalars(select(outbox.c.id).where(_of(lane), is_(Status.PARKED)).limit(_PARKED_TO_FREE)).all()
-    return _after(connection, lane, parked)
+    parked = select(func.min(outbox.c.id)).where(_of(lane), is_(Status.PARKED))
+    firsts = connection.scalars(parked.group_by(outbox.c.tenant, outbox.c.key)).all()
+    for start in range(0, len(firsts), _KEYS_AT_ONCE):
+        lane = _after(connection, lane, firsts[start : start + _KEYS_AT_ONCE])
+    return lane
 
 
 def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:

@@ -592,6 +592,19 @@ class OutboxStoreContract:
         )
         assert [row.id for row in await self.due(world, lane)] == [rows[1].id]
 
+    async def test_what_waits_behind_dead_rows_goes_on_when_the_route_is_told_to_skip_them(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", "a", "b", "b")
+        dead = [Failure(rows[0].id, 5, "no", None), Failure(rows[3].id, 5, "no", None)]
+        parked = [rows[1].id, rows[2].id, rows[4].id]
+        lane = await world.announce(lane, Batch(failures=dead, parked=parked), settle=False)
+        await world.store.release("r1", [lane])
+        await world.register(replace(ROUTE, on_failure=FailurePolicy.SKIP))
+        lane = await self.lane(world)
+        assert lane.waiting == {Key("acme", "a"), Key("acme", "b")}
+        assert [row.id for row in await self.due(world, lane)] == parked
+        lane = await world.announce(lane, Batch(items=parked), settle=False)
+        assert (await world.store.settle(lane)).waiting == frozenset()
+
     async def test_the_same_key_of_two_tenants_is_two_keys(self, world: World) -> None:
         await world.register(ROUTE)
         await world.append([delivery("a", tenant="one"), delivery("a", tenant="two")])
