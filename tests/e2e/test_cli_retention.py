@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import pty
+import secrets
 import signal
 import stat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +221,25 @@ class TestArchive:
         said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", "no/old.jsonl", "--yes", code=Exit.PROBLEM)
         assert "No such file or directory" in said
         assert rows(old) == 6
+
+    @on_sqlite
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+    @pytest.mark.parametrize("size", [10, 40_000], ids=["at the end", "in the midst"])
+    @pytest.mark.parametrize("name", ["old.jsonl", "old.jsonl.zst"])
+    def test_a_full_disk(self, pillarbox: CommandLine, old: Database, name: str, size: int) -> None:
+        """It is no fault of the database, and nothing is left of the file."""
+        execute(old, f"UPDATE pillarbox_outbox SET body = CAST('{secrets.token_hex(size)}' AS BLOB)")
+        (pillarbox.folder / f".{name}.partial").symlink_to("/dev/full")
+        said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", name, "--yes", code=Exit.PROBLEM)
+        assert said == f"error: cannot write {pillarbox.folder / name}: No space left on device"
+        assert (rows(old), [*pillarbox.folder.glob("*.jsonl*"), *pillarbox.folder.glob(".*")]) == (6, [])
+
+    @on_sqlite
+    def test_a_package_that_is_not_there(self, pillarbox: CommandLine, old: Database) -> None:
+        absent = "import sys\nsys.modules['zstandard'] = None"
+        wanted = ["outbox", "archive", *WEEK, "--to", "old.jsonl.zst", "--yes"]
+        assert "pillarbox[archive]" in pillarbox.python(absent, *wanted, code=Exit.SETTINGS).stderr
+        assert (rows(old), [*pillarbox.folder.glob(".*")]) == (6, [])
 
 
 def _told(deliveries: list[dict[str, Any]]) -> list[Any]:

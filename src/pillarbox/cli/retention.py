@@ -409,10 +409,7 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
     async with work.engine.begin() as connection:
         header = await connection.run_sync(archives.header, found.scope.now)
         before = await connection.run_sync(archives.latest)
-    try:
-        writer = Writer(path, header)
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.PROBLEM) from error
+    writer = Writer(path, header)
     try:
         for place in found.places:
             page = Page((), ())
@@ -427,9 +424,6 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
         work.details["sha256"] = writer.close().trailer.sha256
         work.audit = await work.transaction(_begin, work, writer.count, before)
         writer.finish()
-    except OSError as error:
-        writer.discard()
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.PROBLEM) from error
     except BaseException:
         writer.discard()
         raise

@@ -199,35 +199,39 @@ _FETCH = text(
 
 
 class Writer:
-    """A file in the making. It has its name when `finish` has returned, and not before."""
+    """A file in the making. It has its name when `finish` has returned, and not before. `StoreError` if the disk does
+    not take it.
+    """
 
     def __init__(self, path: Path, header: Header) -> None:
+        compressor = _zstandard().ZstdCompressor() if path.suffix == ".zst" else None
         self.path, self.count = path, 0
         self._partial = path.with_name(f".{path.name}.partial")
         self._digest = hashlib.sha256()
         self._files = ExitStack()
-        opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # bodies may be personal
+        with self._writing():
+            opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # bodies may be personal
         self._file = self._files.enter_context(os.fdopen(opened, "wb"))
-        self._out: Any = self._file
-        if path.suffix == ".zst":
-            self._out = _zstandard().ZstdCompressor().stream_writer(self._file, closefd=False)
+        self._out: Any = self._file if compressor is None else compressor.stream_writer(self._file, closefd=False)
         self._write(header)
 
     def add(self, rows: Sequence[Archived]) -> None:
         """Write these deliveries."""
-        for row in rows:
-            self._write(row)
+        with self._writing():
+            for row in rows:
+                self._write(row)
         self.count += len(rows)
 
     def close(self) -> Summary:
         """Bring it to the disk, and read it back."""
         trailer = Trailer(self.count, self._digest.hexdigest())
-        self._write(trailer)
-        if self._out is not self._file:
-            self._out.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._files.close()
+        with self._writing():
+            self._write(trailer)
+            if self._out is not self._file:
+                self._out.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._files.close()
         found = verify(self._partial, compressed=self.path.suffix == ".zst")
         if found.trailer != trailer:
             raise StoreError(f"{self._partial} is not what was written: see the disk")
@@ -237,17 +241,27 @@ class Writer:
         """Give the file its name."""
         if self.path.exists():
             raise StoreError(f"{self.path} has come into being meanwhile: choose another name")
-        self._partial.rename(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with self._writing():
+            self._partial.rename(self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        self._files.close()
-        self._partial.unlink(missing_ok=True)
+        with suppress(OSError):  # what the disk has not taken yet
+            self._files.close()
+        with self._writing():
+            self._partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _write(self, line: msgspec.Struct) -> None:
         data = msgspec.json.encode(line) + b"\n"
