@@ -31,10 +31,11 @@ BROKER, ARCHIVE = "broker:stock.events", "archive:stock.{tenant}"
 WEEK = ("--older-than", "7d")
 
 
-async def _drain(url: str) -> int:
-    """Send what there is; how many messages."""
+async def _drain(url: str, rejected: str | None) -> int:
+    """Send what there is; how many messages. The broker may reject a key."""
     engine = create_async_engine(url)
     broker, archive = MemoryTransport(), MemoryTransport()
+    broker.reject(lambda message: message.key == rejected)
     routes = [
         Route("stock.**", to="broker", topic="stock.events"),
         Route("stock.item.*", to="archive", topic="stock.{tenant}"),
@@ -45,20 +46,24 @@ async def _drain(url: str) -> int:
     return sum(map(len, (broker.sent("stock.events"), archive.sent("stock.acme"), archive.sent("stock.globex"))))
 
 
-def drain(database: Database) -> int:
-    return asyncio.run(_drain(database.url()))
+def drain(database: Database, rejected: str | None = None) -> int:
+    return asyncio.run(_drain(database.url(), rejected))
 
 
 @pytest.fixture
 def old(filled: Database) -> Database:
     """All six deliveries were sent long ago."""
     assert drain(filled) == 6
-    execute(filled, "UPDATE pillarbox_outbox SET created_at = '2020-01-01 00:00:00'")
-    if filled.is_postgres:
-        execute(filled, "UPDATE pillarbox_journal SET settled_at = '2020-01-01 00:00:00'")
-    else:
-        execute(filled, "UPDATE pillarbox_outbox SET sent_at = '2020-01-01 00:00:00'")
+    _make_old(filled)
     return filled
+
+
+def _make_old(database: Database) -> None:
+    execute(database, "UPDATE pillarbox_outbox SET created_at = '2020-01-01 00:00:00'")
+    if database.is_postgres:
+        execute(database, "UPDATE pillarbox_journal SET settled_at = '2020-01-01 00:00:00'")
+    else:
+        execute(database, "UPDATE pillarbox_outbox SET sent_at = '2020-01-01 00:00:00'")
 
 
 def rows(database: Database) -> int:
@@ -164,6 +169,28 @@ class TestArchive:
         assert drain(old) == 6
         said = pillarbox.complaint(*wanted, "--as-sent", code=Exit.USAGE)
         assert "--as-sent and --resend exclude each other" in said
+
+    def test_what_was_discarded_is_not_sent_again(self, pillarbox: CommandLine, filled: Database) -> None:
+        """Unless somebody names it."""
+        assert drain(filled, rejected="A") == 5
+        (bad,) = pillarbox.json("outbox", "list", "--status", "RETRYING")["deliveries"]
+        pillarbox("outbox", "discard", bad["event_id"], "--yes")
+        assert drain(filled, rejected="A") == 0
+        _make_old(filled)
+        assert pillarbox.json("outbox", "archive", *WEEK, "--to", "old.jsonl", "--yes")["done"] == 6
+
+        wanted = ["outbox", "restore", "old.jsonl", "--resend", "--yes"]
+        some = pillarbox.json(*wanted, "--route", ARCHIVE, "--dry-run")
+        assert (some["selected"], some["discarded"]) == (3, 0)
+        printed = pillarbox(*wanted).stdout.splitlines()
+        assert printed[0].startswith("restore: 5 deliveries to be sent again, audit entry ")
+        assert printed[1] == "1 delivery: discarded, left out; --event names what is to be sent all the same"
+        assert drain(filled) == 5
+        again = pillarbox.json(*wanted)
+        assert (again["selected"], again["there"], again["discarded"]) == (0, 5, 1)
+        named = pillarbox.json(*wanted, "--event", bad["event_id"])
+        assert (named["done"], named["there"], named["discarded"]) == (1, 1, 0)
+        assert drain(filled) == 1
 
     def test_a_run_that_was_stopped_is_finished_by_the_next_one(self, pillarbox: CommandLine, old: Database) -> None:
         """The file is whole, and a part of its rows is gone: nothing is lost, and nothing is archived twice."""

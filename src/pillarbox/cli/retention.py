@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import StoreError
+from ..outbox import Status
 from ..settings import Settings
 from ..stores import archive as archives
 from ..stores import days, retention
@@ -484,17 +485,25 @@ def restore(
     """Bring archived deliveries back into the outbox.
 
     The file is verified first. What is in the outbox already is left alone, so a run that was stopped can be run again.
+    What a person has discarded is sent only if --event names it.
     """
     if as_sent and resend:
         raise click.UsageError("--as-sent and --resend exclude each other.")
     settings, summary = load_settings(config), archives.verify(file)
 
+    def is_chosen(row: Archived) -> bool:
+        return route in (None, row.route) and (not events or row.event_id in events)
+
+    def stays_out(row: Archived) -> bool:
+        return resend and not events and row.status is Status.DISCARDED
+
     def wanted() -> Iterator[Archived]:
         rows = archives.read_in_order(file, summary) if resend else archives.read(file)
-        return (it for it in rows if route in (None, it.route) and (not events or it.event_id in events))
+        return (row for row in rows if is_chosen(row) and not stays_out(row))
 
     selected, there = run(_missing(settings, summary, wanted(), foreign=foreign))
-    report = _report("restore", selected, dry_run=dry_run) | {"there": there, "resend": resend}
+    discarded = sum(is_chosen(row) and stays_out(row) for row in archives.read(file)) if resend else 0
+    report = _report("restore", selected, dry_run=dry_run) | {"there": there, "discarded": discarded, "resend": resend}
     code = Exit.FINE
     if selected and not dry_run:
         what = f"{number(selected, 'delivery')} of {file}"
@@ -505,6 +514,9 @@ def restore(
     lines = [_told(report, "to be sent again" if resend else "brought back as history")]
     if there:
         lines.append(f"{number(there, 'delivery')}: in the outbox already, left alone")
+    if discarded:
+        remedy = "--event names what is to be sent all the same"
+        lines.append(f"{number(discarded, 'delivery')}: discarded, left out; {remedy}")
     _end(report, "\n".join(lines), code, as_json=as_json)
 
 
