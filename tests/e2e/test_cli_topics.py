@@ -42,10 +42,10 @@ def routed(migrated: Database, pillarbox: CommandLine, pulsar: Pulsar, tenants: 
     return pillarbox
 
 
-async def _write(url: str, tenants: list[str], namespace: str) -> None:
+async def _write(url: str, tenants: list[str], namespace: str, last: str = "events") -> None:
     engine = create_async_engine(url)
     routes = [
-        Route("stock.**", to="broker", topic="persistent://{tenant}/stock/events"),
+        Route("stock.**", to="broker", topic=f"persistent://{{tenant}}/stock/{last}"),
         Route("orders.**", to="broker", topic=f"{namespace}/orders/events"),
         Route("invoices.**", to="archive", topic="somewhere else"),
     ]
@@ -108,6 +108,25 @@ def test_tenants_come_from_the_outbox(routed: CommandLine, migrated: Database, t
         f"persistent://{tenants[0]}/orders/events",
         *(f"persistent://{each}/stock/events" for each in tenants),
     ]
+
+
+def test_one_of_two_placeholders_names_no_topic(
+    routed: CommandLine, migrated: Database, tenants: tuple[str, str]
+) -> None:
+    one, two = tenants
+    asyncio.run(_write(migrated.url(), [two], one, last="{aggregate}"))
+    planned = routed.json("topics", "plan", "--tenants", one, code=Exit.PROBLEM)
+    assert planned["topics"] == [f"persistent://{one}/orders/events", f"persistent://{one}/stock/events"]
+    (missing,) = planned["missing"]
+    assert missing.startswith("route broker:persistent://{tenant}/stock/{aggregate}: --tenants alone does not name its")
+    assert missing.endswith("topics; say --aggregates, too")
+    said = routed("topics", "plan", "--aggregates", "item", code=Exit.PROBLEM).stdout.splitlines()
+    assert said[-1].endswith("--aggregates alone does not name its topics; say --tenants, too")
+    planned = routed.json("topics", "plan", "--tenants", one, "--aggregates", "item")
+    assert (planned["topics"][1:], planned["missing"]) == (
+        [f"persistent://{one}/stock/events", f"persistent://{one}/stock/item"],
+        [],
+    )
 
 
 def test_a_person_is_asked(routed: CommandLine, tenants: tuple[str, str]) -> None:

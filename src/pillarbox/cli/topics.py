@@ -189,10 +189,15 @@ def _clusters(
         for route in leading:
             placeholders = set(_PLACEHOLDER.findall(route.topic))
             unknown = sorted(each for each in placeholders if not values.get(each))
+            given = sorted(placeholders.difference(unknown))
+            say = " and ".join(f"--{each}s" for each in unknown)
+            if given and unknown:
+                # The outbox cannot fill it in: in "a-b-c" nobody sees where the tenant ends.
+                missing.append(f"route {route.name}: --{given[0]}s alone does not name its topics; say {say}, too")
+                continue
             found = inspection.topics_of(connection, route) if unknown else _filled(route.topic, values)
             topics |= dict.fromkeys(map(TopicName.parse, found))
             if not found:
-                say = " and ".join(f"--{each}s" for each in unknown)
                 missing.append(f"route {route.name}: the outbox has none of its deliveries yet; say {say}")
         if not leading:
             remedy = "a box makes them known with its first event, or by register(); or name it as MODULE:BOX"
