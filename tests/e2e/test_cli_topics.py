@@ -129,6 +129,14 @@ def test_one_of_two_placeholders_names_no_topic(
     )
 
 
+def test_a_relay_of_the_settings_sends_there(routed: CommandLine, migrated: Database, tenants: tuple[str, str]) -> None:
+    routed("topics", "apply", "--tenants", tenants[0], "--yes")
+    asyncio.run(_write(migrated.url(), [tenants[0]], tenants[0]))
+    routed("relay", "--drain")
+    (delivery,) = routed.json("outbox", "list")["deliveries"]
+    assert (delivery["status"], delivery["attempts"]) == ("SENT", 0)
+
+
 def test_a_person_is_asked(routed: CommandLine, tenants: tuple[str, str]) -> None:
     ours, theirs = pty.openpty()
     process = routed.start("topics", "apply", "--tenants", tenants[0], stdin=theirs, stderr=theirs)
