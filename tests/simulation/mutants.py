@@ -203,16 +203,15 @@ def _settle_before_send(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("announce")
 def _send_before_announce(patch: pytest.MonkeyPatch) -> None:
-    next_batch = LaneWorker._next_batch
+    carry_out = LaneWorker._carry_out
 
-    async def eager(self: LaneWorker, *place: Any) -> Any:
-        plan, page = await next_batch(self, *place)
+    async def eager(self: LaneWorker, plan: Any, page: Any) -> None:
         if plan.items and (not self._publisher.capabilities.numbered or self.lane.announced):
             first, message = self.lane.next_number, self._numbering.message
             await self._request([message(self.lane, first + index, row) for index, row in enumerate(plan.items)])
-        return plan, page
+        await carry_out(self, plan, page)
 
-    patch.setattr(LaneWorker, "_next_batch", eager)
+    patch.setattr(LaneWorker, "_carry_out", eager)
 
 
 @mutant("I1", numbered=True, watched=False)
