@@ -339,6 +339,32 @@ async def test_the_dead_letter_says_why(box: Pillarbox, broker: MemoryTransport)
     assert len(await letters(box)) == 4
 
 
+async def test_a_topic_that_leaves_no_room_for_the_name_of_another_one_has_letters_all_the_same(
+    box: Pillarbox, broker: MemoryTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    topics = ["t" * 396, "t" * 397]  # the first one's name has room
+    consumer = box.consumer("answers", source="broker", topics=topics, retry=QUICKLY)
+
+    @consumer.on(Asked)
+    async def write(event: Asked, uow: UnitOfWork) -> None:
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+
+    for topic in topics:
+        ids = [{**sent.headers, "event_id": str(uuid4())} for _ in range(3)]
+        bodies = [b"not json", b"nor this", sent.body]
+        messages = [Message(topic, "k", body, headers) for body, headers in zip(bodies, ids, strict=True)]
+        await broker.send("somebody", messages)
+    tally = await consumer.drain()
+    await box.relay().drain()
+    assert (tally.handled, tally.letters, tally.failures) == (2, 4, 0)
+    assert {letter.message.topic for letter in await letters(box)} == {*topics}
+    assert len(broker.sent(f"{topics[0]}.dlq")) == 2
+    assert broker.sent(f"{topics[1]}.dlq") == []
+    assert caplog.text.count("leaves no room for '.dlq'") == 1
+
+
 async def test_what_is_known_and_not_wanted_is_left_out(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box, ignores=["test.nobody.*"])
     await ask(box, ("a", 1))

@@ -6,13 +6,16 @@ that writes the letter, so it is there if and only if the letter is, however lon
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from .. import clock
 from ..inbox import Letter, LetterKind
 from ..outbox import Delivery, stable_hash
-from ..route import Route, Router
+from ..route import MAX_TOPIC, Route, Router
 from .home import OUTBOX, Home
+
+logger = logging.getLogger("pillarbox")
 
 SUFFIX = ".dlq"
 _NOBODYS_EVENT = "pillarbox.letter"
@@ -25,6 +28,7 @@ class DeadLetterRoute:
     def __init__(self, route: Route, router: Router) -> None:
         self._route = route
         self._router = router
+        self._told = False
 
     @classmethod
     def of(cls, consumer: str, source: str, home: Home) -> DeadLetterRoute | None:
@@ -37,7 +41,22 @@ class DeadLetterRoute:
 
     def deliveries(self, letters: Sequence[Letter]) -> list[Delivery]:
         """What a rejected event says is well known; the others go to the topic."""
-        return [self._delivery(letter) for letter in letters if letter.kind is not LetterKind.REJECTED]
+        shown = [letter for letter in letters if letter.kind is not LetterKind.REJECTED]
+        return [self._delivery(letter) for letter in shown if self._has_room(letter)]
+
+    def _has_room(self, letter: Letter) -> bool:
+        """Whether the outbox takes the name of the topic. If not, the letter is there all the same."""
+        size = len(letter.message.topic)
+        if size + len(SUFFIX) <= MAX_TOPIC:
+            return True
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "consumer %s: a topic of %d characters leaves no room for %r in the %d that there may be: letters "
+                "about its messages are in the table alone",
+                *(letter.consumer, size, SUFFIX, MAX_TOPIC),
+            )
+        return False
 
     def _delivery(self, letter: Letter) -> Delivery:
         message = letter.message
