@@ -57,6 +57,26 @@ def _number(payload: dict[str, Any]) -> dict[str, Any]:
     return {**payload, "number": 0}
 
 
+class Picky(IntegrationEvent, name="test.consumer.picky", version=2):
+    """Some of them cannot be built."""
+
+    raises: str
+
+    def __post_init__(self) -> None:
+        if self.raises == "ValueError":
+            raise ValueError("not with me")
+
+
+@upcaster("test.consumer.picky", from_version=1)
+def _picky(payload: dict[str, Any]) -> dict[str, Any]:
+    if payload["raises"] in _RAISED:
+        raise _RAISED[payload["raises"]]("not with me")
+    return payload
+
+
+_RAISED: dict[str, type[Exception]] = {"KeyError": KeyError, "Poison": Poison, "Reject": Reject}
+
+
 class Base(DeclarativeBase):
     pass
 
@@ -516,6 +536,37 @@ async def test_h87_an_unknown_error_is_a_letter_only_after_a_while_and_while_oth
     assert letter.kind is LetterKind.POISON
     assert "given up after" in letter.reason
     assert "KeyError" in letter.reason
+
+
+@pytest.mark.parametrize("raised", ["ValueError", "KeyError", "Poison", "Reject"])
+@pytest.mark.parametrize("batch", [1, 50])
+async def test_h87_what_fails_while_it_is_built_is_a_letter_as_if_a_handler_had_failed(
+    box: Pillarbox, broker: MemoryTransport, raised: str, batch: int
+) -> None:
+    consumer = answering(box, patience=0.0, batch=batch)
+
+    @consumer.on(Picky)
+    async def write(event: Picky, uow: UnitOfWork) -> None:
+        uow.add(Effect(event_id=event.event_id, subject=event.raises, number=0))
+
+    event_id, codec = uuid4(), CloudEventsCodec()
+    version = 2 if raised == "ValueError" else 1
+    content = Content("test.consumer.picky", version, event_id, datetime.now(UTC), {"raises": raised})
+    body = codec.encode(content, {"aggregate_id": "k", "occurred_at": "2026-01-01T00:00:00Z"})
+    await broker.send("somebody", [Message(TOPIC, "k", body, {"content_type": codec.content_type})])
+    await consumer.drain()
+    at_once = raised in ("Poison", "Reject")
+    assert len(await letters(box)) == at_once  # nothing has succeeded: it may be us
+    await ask(box, ("b", 1))
+    for _ in range(2):
+        await consumer.drain()
+        broker.redeliver(TOPIC)
+    [letter] = await letters(box)
+    assert letter.kind is (LetterKind.REJECTED if raised == "Reject" else LetterKind.POISON)
+    assert "not with me" in letter.reason
+    assert ("given up after" in letter.reason) is not at_once
+    assert letter.event_id == event_id
+    assert await effects(box) == [("b", 1)]
 
 
 async def test_h87_a_duplicate_is_no_success(box: Pillarbox, broker: MemoryTransport) -> None:

@@ -58,6 +58,8 @@ OUTAGE = 3
 REMEMBERED = 10_000
 """Messages that fail, and whose attempts are counted."""
 _MAX_NAME = 200
+_VERSIONS = 100_000_000
+"""Nobody has so many, and every database takes their numbers."""
 
 
 @dataclass(slots=True)
@@ -203,10 +205,19 @@ class Processor:
         except UnknownEventError as error:
             return _Unfit(work, arrival_of(message), LetterKind.UNKNOWN, str(error))
         except EventError as error:
-            return _Unfit(work, arrival_of(message), LetterKind.POISON, str(error))
+            return _Unfit(work, self._arrival(message), LetterKind.POISON, str(error))
         if incoming is None:
             return None
         return _Readable(work, arrival_in(incoming), incoming)
+
+    def _arrival(self, message: Message) -> Arrival:
+        """By the name under which it would be known if it had taken effect, even if no event can be made of it."""
+        try:
+            content = self._reader.decode(message)
+        except Exception:  # by a codec of anybody's
+            return arrival_of(message)
+        version = content.version if abs(content.version) < _VERSIONS else 0
+        return Arrival(_known_as(content.event_id), version, digest_of(message.body))
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -225,9 +236,7 @@ class Processor:
             reason = f"given up after {trouble.attempts} attempts in {self._patience:g} s: {reason}"
         if kind is not None:
             try:
-                opened = self._open(work)  # by the name under which it would be known if it had taken effect
-                arrival = arrival_of(work.message) if opened is None else opened.arrival
-                await self._park([_Unfit(work, arrival, kind, reason)])
+                await self._park([_Unfit(work, self._arrival(work.message), kind, reason)])
             except Exception as problem:  # the letter cannot be written now: so the message is kept
                 reason = f"{type(problem).__name__}: {problem}"
             else:
@@ -501,7 +510,7 @@ def _known_as(event_id: UUID) -> UUID:
 
 def _schema_version(message: Message) -> int:
     version = message.headers.get("schema_version", "").removeprefix("v")
-    return int(version) if version.isdecimal() and len(version) < 9 else 0
+    return int(version) if version.isdecimal() and len(version) < len(str(_VERSIONS)) else 0
 
 
 def _name(*parts: bytes) -> UUID:

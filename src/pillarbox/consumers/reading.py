@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from ..codec import Content
 from ..codecs import Codecs
 from ..errors import UnknownEventError
 from ..event import EventType, registry
@@ -25,10 +26,11 @@ class Reader:
 
     def read(self, message: Message, attempt: int = 1) -> Incoming | None:
         """The event, or None if it is known and nobody here wants it. `EventError` says why it cannot be read;
-        `UnknownEventError`, that its name or its version is not known.
+        `UnknownEventError`, that its name or its version is not known. What an upcaster or the event's own class raises
+        is raised.
         """
         headers = message.headers
-        content = self._codecs.reading(headers.get("content_type", "application/json")).decode(message.body, headers)
+        content = self.decode(message)
         kind = self._target(content.name, content.version)
         if kind is None:
             return None
@@ -54,6 +56,11 @@ class Reader:
         except ValueError as error:
             raise UnknownEventError(f"the message has an unreadable header: {error}") from None
         return Incoming(event, context)
+
+    def decode(self, message: Message) -> Content:
+        """What the message says, whoever may want that."""
+        headers = message.headers
+        return self._codecs.reading(headers.get("content_type", "application/json")).decode(message.body, headers)
 
     def refresh(self) -> None:
         """The effects want other events than before."""
