@@ -205,6 +205,19 @@ def topic_pattern(topic: str) -> re.Pattern[str] | None:
     return re.compile(TOPIC_PART.pattern.join(map(re.escape, parts)))
 
 
+def may_come_to(template: str, topic: str, tenant: str) -> bool:
+    """Whether a template, as routes have it, or a plain name, may come to this topic for this tenant."""
+    head, _, last = template.rpartition("/")
+    if "{" not in head:  # it is the same for all, and brokers may call it otherwise than users do
+        template, topic = last, topic.rpartition("/")[2]
+    if "{tenant}" in template:
+        if not TOPIC_PART.fullmatch(tenant):
+            return False
+        template = template.replace("{tenant}", tenant)
+    pattern = topic_pattern(template)
+    return topic == template if pattern is None else pattern.fullmatch(topic) is not None
+
+
 class Origin(msgspec.Struct, frozen=True):
     """Where a raised event comes from: the aggregate, or just a key."""
 
@@ -364,6 +377,13 @@ def check_key(name: str, value: str, limit: int) -> str:
     if len(value) * 4 > limit and (size := len(value.encode())) > limit:
         raise HeaderError(f"{name}: has {size} bytes, and {limit} are allowed")
     return value
+
+
+def check_tenant(tenant: str) -> str:
+    """What a session may belong to."""
+    if check_key("tenant", tenant, MAX_TENANT_BYTES) != tenant.strip():
+        raise TenancyError(f"the tenant {tenant!r} begins or ends with a space, which MySQL does not see")
+    return tenant
 
 
 def origins(kinds: Sequence[tuple[EventType, str, str, int | None]]) -> list[Origin]:

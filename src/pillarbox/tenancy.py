@@ -27,7 +27,7 @@ from sqlalchemy.orm.attributes import get_history
 
 from .context import current_context
 from .errors import ConfigurationError, TenancyError
-from .route import MAX_TENANT_BYTES, check_key
+from .route import check_tenant
 from .scope import TenantScoped, levels, raw_table, scoped_class, scoped_tables, table_in, unconditional, unnamed_class
 
 __all__ = ["SETTING", "UNSCOPED", "Tenancy", "TenantScoped", "check_role", "row_level_security", "session_tenant"]
@@ -59,9 +59,7 @@ class Tenancy:
             return
         if own is not None:
             raise _turned(own, tenant)
-        if check_key("tenant", tenant, MAX_TENANT_BYTES) != tenant.strip():
-            raise TenancyError(f"the tenant {tenant!r} begins or ends with a space, which MySQL does not see")
-        session.info[_TENANT] = tenant
+        session.info[_TENANT] = check_tenant(tenant)
         if self._row_security and session.in_transaction():
             self._check_announced(session, tenant)
 

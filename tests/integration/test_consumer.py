@@ -30,7 +30,7 @@ from pillarbox import (
 from pillarbox.codec import Content
 from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
-from pillarbox.errors import ConfigurationError, StoreError
+from pillarbox.errors import ConfigurationError, HeaderError, StoreError
 from pillarbox.inbox import Letter, LetterKind, LetterState, Redriven
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.inbox import SqlInbox
@@ -487,6 +487,7 @@ async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransp
         (
             {"tenant_id": "x" * 500},
             {"tenant_id": "a\nb"},
+            {"tenant_id": " acme"},
             {"traceparent": "nonsense"},
             {"version": "seven"},
             {"event_id": "no id"},
@@ -496,8 +497,36 @@ async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransp
         headers = {**sent.headers, "event_id": str(uuid4()), **more}
         await broker.send("somebody", [Message(TOPIC, f"k{index}" + "é" * 600, sent.body, headers)])
     tally = await consumer.drain()
-    assert tally.handled == 2
-    assert len(await letters(box)) == 5
+    assert (tally.handled, tally.failures) == (2, 0)
+    assert len(await letters(box)) == 6
+
+
+async def test_s54_a_message_by_the_topic_of_another_tenant_is_quarantined(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = box.consumer("answers", source="broker", topics=["by-{tenant}"], retry=QUICKLY)
+    seen: list[tuple[str | None, str]] = []
+
+    @consumer.on(Asked)
+    async def see(event: Asked, context: MessageContext) -> None:
+        seen.append((context.tenant, event.subject))
+
+    [asked] = await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    nobodys = {name: value for name, value in sent.headers.items() if name != "tenant_id"}
+    await broker.send("the enemy", [Message("by-evil", "a", b'{"subject": "bad", "number": 1}', sent.headers)])
+    assert (await consumer.drain()).letters == 1
+    await broker.send("acme itself", [Message("by-acme", "a", sent.body, sent.headers)])
+    await broker.send("a stranger", [Message("by-evil", "a", sent.body, {**nobodys, "event_id": str(uuid4())})])
+    tally = await consumer.drain()
+    assert (tally.handled, tally.letters) == (2, 0)  # the enemy has not taken the event's place
+    assert sorted(seen, key=str) == [("acme", "a"), (None, "a")]
+    [letter] = await letters(box)
+    assert (letter.kind, letter.tenant, letter.event_id) == (LetterKind.POISON, None, asked.event_id)
+    assert "'acme' does not fit the topic 'by-evil'" in letter.reason
+    with pytest.raises(HeaderError, match="does not fit"):
+        await consumer.redrive(letter.id)
+    assert len(seen) == 2
 
 
 async def test_an_id_that_is_none_for_some_databases_stops_nobody(box: Pillarbox, broker: MemoryTransport) -> None:

@@ -414,15 +414,20 @@ async def test_a_box_with_tenants(tmp_path: Path) -> None:
     async def see(_event: Ordered, context: MessageContext) -> None:
         seen.append((context.tenant, context.key))
 
+    @strict.consumer("by-template", source="broker", topics=["orders.{tenant}.{aggregate}"]).on(Ordered)
+    async def see_topic(_event: Ordered, context: MessageContext) -> None:
+        seen.append((context.tenant, context.topic))
+
     async with Harness(PillarboxConfig(box=strict), tmp_path) as harness:
         async with strict.unit_of_work(tenant="acme") as uow:
             uow.publish(Ordered(order="o-1", cents=1), key="k-1")
         await harness.drain()
-        await harness.deliver(Ordered(order="o-2", cents=1), key="k-2", tenant="globex")
+        await harness.deliver(Ordered(order="o-2", cents=1), consumer="tenants", key="k-2", tenant="globex")
         await harness.send(Ordered(order="o-3", cents=1), topic="acme", key="k-3", tenant="acme")
         await harness.drain()
+        await harness.deliver(Ordered(order="o-4", cents=1), consumer="by-template", tenant="globex")
         harness.assert_published(Ordered, order="o-1", times=1)
-    assert seen == [("acme", "k-1"), ("globex", "k-2"), ("acme", "k-3")]
+    assert seen == [("acme", "k-1"), ("globex", "k-2"), ("acme", "k-3"), ("globex", "orders.globex.plugin")]
     assert strict._row_security
 
 

@@ -11,7 +11,7 @@ from pillarbox.codecs import Codecs
 from pillarbox.errors import ConfigurationError, HeaderError, PayloadTooLargeError, RouteError
 from pillarbox.event import capture, downcaster
 from pillarbox.outbox import Delivery, stable_hash
-from pillarbox.route import Origin, Router, check_routes
+from pillarbox.route import Origin, Router, check_routes, may_come_to
 from pillarbox.transport import Capabilities
 from pillarbox.transports.memory import MemoryTransport
 
@@ -225,6 +225,30 @@ class TestDeliveries:
     def test_s07_tenants_that_could_meet_in_a_topic_are_refused(self, tenant: str) -> None:
         with pytest.raises(HeaderError, match="topic name"):
             delivered(route(topic="{tenant}.events"), tenant=tenant)
+
+    @pytest.mark.parametrize(
+        ("template", "topic", "tenant", "may"),
+        [
+            ("orders-{tenant}", "orders-acme", "acme", True),
+            ("orders-{tenant}", "orders-evil", "acme", False),
+            ("orders-{tenant}", "orders-evil-acme", "acme", False),
+            ("orders-{tenant}", "orders-acme.dlq", "acme", False),
+            ("orders-{tenant}", "orders-a.me", "a.me", False),
+            ("orders-{tenant}", "orders-{tenant}", "{tenant}", False),
+            ("{tenant}.{aggregate}", "acme.order", "acme", True),
+            ("{tenant}.{aggregate}", "evil.acme", "acme", False),
+            ("a/b/orders-{tenant}", "persistent://a/b/orders-acme", "acme", True),
+            ("persistent://public/default/orders-{tenant}", "orders-acme", "acme", True),
+            ("persistent://public/default/orders-{tenant}", "orders-evil", "acme", False),
+            ("{tenant}/orders", "acme/orders", "acme", True),
+            ("{tenant}/orders", "evil/orders", "acme", False),
+            ("orders", "orders", "acme", True),
+            ("orders", "orders-acme", "acme", False),
+            ("{aggregate}", "order", "acme", True),
+        ],
+    )
+    def test_s54_a_topic_tells_whose_it_is(self, template: str, topic: str, tenant: str, may: bool) -> None:
+        assert may_come_to(template, topic, tenant) is may
 
     def test_h69_too_large_is_refused_here_and_the_largest_field_is_named(self) -> None:
         with pytest.raises(PayloadTooLargeError, match="parcel: the body has"):

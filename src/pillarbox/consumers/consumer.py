@@ -101,7 +101,7 @@ class Consumer:
         self.terms = terms
         self._subscriber = subscriber
         self._report = ConsumerReport(name, home.signals)
-        self._reader = Reader(name, effects, home.codecs, terms.ignores)
+        self._reader = Reader(name, effects, home.codecs, terms.ignores, topics)
         self._processor = Processor(
             name,
             home,

@@ -11,10 +11,11 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from uuid import RFC_4122, UUID
 
+from msgspec import structs
 from sqlalchemy import Connection
 
 from .. import clock
@@ -23,8 +24,10 @@ from ..errors import (
     BeingSwappedError,
     ConfigurationError,
     EventError,
+    HeaderError,
     StaleLetterError,
     StoreError,
+    TenancyError,
     UnknownEventError,
 )
 from ..inbox import (
@@ -42,7 +45,7 @@ from ..inbox import (
 from ..outbox import Delivery
 from ..redaction import redacted
 from ..retry import RetryPolicy
-from ..route import MAX_KEY_BYTES, MAX_TENANT_BYTES, MAX_TOPIC, check_key
+from ..route import MAX_KEY_BYTES, MAX_TOPIC, check_tenant
 from ..transport import Message
 from ..unit_of_work import UnitOfWork
 from .dead_letters import DeadLetterRoute
@@ -199,16 +202,23 @@ class Processor:
         """What is in it; None if nobody wants it."""
         message = work.message
         try:
-            if work.tenant is not None:
-                check_key("tenant", work.tenant, MAX_TENANT_BYTES)
             incoming = self._reader.read(message, self._attempts(work) + 1)
         except UnknownEventError as error:
-            return _Unfit(work, arrival_of(message), LetterKind.UNKNOWN, str(error))
+            return self._unfit(work, LetterKind.UNKNOWN, str(error))
         except EventError as error:
-            return _Unfit(work, self._arrival(message), LetterKind.POISON, str(error))
+            return self._unfit(work, LetterKind.POISON, str(error))
         if incoming is None:
             return None
         return _Readable(work, arrival_in(incoming), incoming)
+
+    def _unfit(self, work: Work, kind: LetterKind, reason: str) -> _Unfit:
+        try:
+            tenant = self._reader.tenant_of(work.message)
+        except HeaderError:  # nobody's: what a tenant has in the inbox is not for strangers to fill
+            tenant = None
+        # What cannot be read is known by what stands outside of it, whoever may read it one day.
+        arrival = arrival_of(work.message) if kind is LetterKind.UNKNOWN else self._arrival(work.message)
+        return _Unfit(work, tenant, arrival, kind, reason)
 
     def _arrival(self, message: Message) -> Arrival:
         """By the name under which it would be known if it had taken effect, even if no event can be made of it."""
@@ -236,7 +246,7 @@ class Processor:
             reason = f"given up after {trouble.attempts} attempts in {self._patience:g} s: {reason}"
         if kind is not None:
             try:
-                await self._park([_Unfit(work, self._arrival(work.message), kind, reason)])
+                await self._park([self._unfit(work, kind, reason)])
             except Exception as problem:  # the letter cannot be written now: so the message is kept
                 reason = f"{type(problem).__name__}: {problem}"
             else:
@@ -407,7 +417,7 @@ class _Readable(NamedTuple):
         """It says something else than the message of the same name."""
         known = self.arrival
         reason = f"event {known.event_id} was seen before in version {known.schema_version}, with another body"
-        return _Unfit(self.work, _by_content(known), LetterKind.ALTERED, reason)
+        return _Unfit(self.work, self.work.tenant, _by_content(known), LetterKind.ALTERED, reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -415,23 +425,21 @@ class _Unfit:
     """A message that becomes a letter instead of an effect."""
 
     work: Work
+    tenant: str | None
+    """Whose it is; nobody's, if what it says of that cannot be believed."""
     arrival: Arrival
     kind: LetterKind
     reason: str
 
-    @property
-    def tenant(self) -> str | None:
-        """Whose it is."""
-        return _tenant_of(self.work.message)
-
     def letter(self, consumer: str, attempts: int) -> Letter:
         """What is to be kept of it."""
         message = self.work.message
-        return letter_about(consumer, message, self.kind, self.reason, arrival=self.arrival, attempts=attempts)
+        found = letter_about(consumer, message, self.kind, self.reason, arrival=self.arrival, attempts=attempts)
+        return structs.replace(found, tenant=self.tenant)
 
     def renamed(self) -> _Unfit:
         """The same, if another message has had its name."""
-        return _Unfit(self.work, _by_content(self.arrival), self.kind, self.reason)
+        return replace(self, arrival=_by_content(self.arrival))
 
 
 def letter_about(
@@ -457,8 +465,8 @@ def _tenant_of(message: Message) -> str | None:
     """Whose it is; nobody's, if no tenant can be called so."""
     tenant = message.headers.get("tenant_id")
     try:
-        return None if tenant is None else check_key("tenant", tenant, MAX_TENANT_BYTES)
-    except EventError:
+        return None if tenant is None else check_tenant(tenant)
+    except (EventError, TenancyError):
         return None
 
 

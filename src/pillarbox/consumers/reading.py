@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from ..codec import Content
 from ..codecs import Codecs
-from ..errors import UnknownEventError
+from ..errors import HeaderError, TenancyError, UnknownEventError
 from ..event import EventType, registry
-from ..route import matches
+from ..route import check_tenant, matches, may_come_to
 from ..transport import Message
 from .handling import Effects, Incoming, MessageContext
 
@@ -17,10 +17,20 @@ from .handling import Effects, Incoming, MessageContext
 class Reader:
     """What one consumer makes of messages."""
 
-    def __init__(self, consumer: str, effects: Effects, codecs: Codecs, ignores: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        effects: Effects,
+        codecs: Codecs,
+        ignores: Sequence[str] = (),
+        topics: Sequence[str] = (),
+    ) -> None:
         self._consumer = consumer
         self._effects = effects
         self._codecs = codecs
+        self._topics = [*topics]
+        self._names_tenants = any("{tenant}" in topic for topic in topics)
+        self._is_from: Callable[[str, str], bool] = lru_cache(maxsize=1024)(self._may_be_from)
         self._ignores = [pattern.split(".") for pattern in ignores]
         self._target: Callable[[str, int], EventType | None] = lru_cache(maxsize=1024)(self._find_target)
 
@@ -30,6 +40,7 @@ class Reader:
         is raised.
         """
         headers = message.headers
+        tenant = self.tenant_of(message)
         content = self.decode(message)
         kind = self._target(content.name, content.version)
         if kind is None:
@@ -41,7 +52,7 @@ class Reader:
                 consumer=self._consumer,
                 topic=message.topic,
                 key=message.key,
-                tenant=headers.get("tenant_id"),
+                tenant=tenant,
                 event_id=content.event_id,
                 event_type=content.name,
                 schema_version=content.version,
@@ -57,6 +68,21 @@ class Reader:
             raise UnknownEventError(f"the message has an unreadable header: {error}") from None
         return Incoming(event, context)
 
+    def tenant_of(self, message: Message) -> str | None:
+        """Whose it is. `HeaderError` if nobody can be called so, or if it came by the topic of another tenant: who may
+        write to a topic is up to the broker, and what stands in a header is up to whoever writes.
+        """
+        tenant = message.headers.get("tenant_id")
+        if tenant is None:
+            return None
+        try:
+            check_tenant(tenant)
+        except TenancyError as error:
+            raise HeaderError(f"tenant: {error}") from None
+        if self._names_tenants and not self._is_from(tenant, message.topic):
+            raise HeaderError(f"tenant: {tenant!r} does not fit the topic {message.topic!r}, by which it came")
+        return tenant
+
     def decode(self, message: Message) -> Content:
         """What the message says, whoever may want that."""
         headers = message.headers
@@ -65,6 +91,9 @@ class Reader:
     def refresh(self) -> None:
         """The effects want other events than before."""
         self._target = lru_cache(maxsize=1024)(self._find_target)
+
+    def _may_be_from(self, tenant: str, topic: str) -> bool:
+        return any(may_come_to(template, topic, tenant) for template in self._topics)
 
     def _find_target(self, name: str, version: int) -> EventType | None:
         kinds = self._effects.kinds

@@ -249,8 +249,7 @@ class Harness:
         done = Drained()
         with clock.use(self.clock):
             for each in self._wanting(event, consumer):
-                topic = each.topics[0] if each.topics else each.name
-                message = self._message(event, topic, key, tenant)
+                message = self._message(event, _topic_of(each, event, tenant), key, tenant)
                 done += await self._deal(each, message)
                 self._raise_failure(each.name, message.headers["event_id"])
         return done
@@ -419,6 +418,15 @@ def _make_due(connection: Connection) -> None:
         connection.execute(
             text("UPDATE pillarbox_failures SET available_at = clock_timestamp() WHERE status = 'RETRYING'")
         )
+
+
+def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:
+    """By which topic a consumer would get the event."""
+    topic = consumer.topics[0] if consumer.topics else consumer.name
+    if tenant is None:
+        return topic
+    name = registry.of(event).name
+    return Route(name, to="test", topic=topic).topic_for(tenant, default_aggregate_type(name))
 
 
 def _fields(tally: Any) -> dict[str, int]:
