@@ -35,7 +35,9 @@ class Admission(StrEnum):
     NEW = "new"
     """Never seen: its row is written now, and stands if this transaction commits."""
     DUPLICATE = "duplicate"
-    """Dealt with before, perhaps in another version of its schema."""
+    """Dealt with before."""
+    OTHER_VERSION = "other version"
+    """Its event was dealt with before, in another version of its schema."""
     ALTERED = "altered"
     """Its id and schema version were seen before, with another body."""
 
@@ -66,16 +68,16 @@ class LetterState(StrEnum):
     REDRIVEN = "redriven"
     """Its effect is there."""
     DISCARDED = "discarded"
-    DUPLICATE = "duplicate"
-    """The same message had come again, and was dealt with then."""
+    SUPERSEDED = "superseded"
+    """Its event has come again, perhaps in another version, and was dealt with then."""
 
 
 class Redriven(StrEnum):
     """What has become of a letter that was to be redriven. True if it has had its effect by that."""
 
     DONE = "done"
-    DUPLICATE = "duplicate"
-    """See `LetterState.DUPLICATE`: it is closed without a second effect."""
+    SUPERSEDED = "superseded"
+    """See `LetterState.SUPERSEDED`: it is closed without a second effect."""
     GONE = "gone"
     """It is not open any more: somebody else was quicker."""
 
@@ -143,7 +145,13 @@ class Inbox(Protocol):
         self, connection: Any, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
     ) -> Sequence[Admission]:
         """Write the rows of all that are new, and say of each what it is, in their order. Waits for transactions that
-        are just writing the same rows. The second of two arrivals with one id is a duplicate of the first, or altered.
+        are just writing the same rows. The second of two arrivals with one id is never new.
+        """
+        ...
+
+    def forget(self, connection: Any, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
+        """Let the event be new again, if it is this arrival that was admitted, and no other with its id; whether it
+        was.
         """
         ...
 

@@ -479,6 +479,60 @@ async def test_another_version_of_an_admitted_event_is_a_duplicate(box: Pillarbo
     assert await letters(box) == []
 
 
+@pytest.mark.parametrize("batch", [1, 50])
+async def test_an_event_that_came_first_in_an_unknown_version_takes_effect_in_a_known_one(
+    box: Pillarbox, broker: MemoryTransport, batch: int
+) -> None:
+    consumer = answering(box, batch=batch)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    await consumer.drain()
+    event_id = str(uuid4())
+    newer = Message(TOPIC, "b", b'{"number": "two"}', {**sent.headers, "event_id": event_id, "schema_version": "v3"})
+    known = Message(TOPIC, "b", b'{"subject": "b", "number": 2}', {**sent.headers, "event_id": event_id})
+    await broker.send("somebody", [newer])
+    await consumer.drain()
+    [letter] = await letters(box)
+    assert letter.kind is LetterKind.UNKNOWN
+    # In many lines, so that transactions meet.
+    await broker.send("somebody", [Message(TOPIC, f"b{key}", known.body, known.headers) for key in range(8)])
+    tally = await consumer.drain()
+    assert (tally.handled, tally.duplicates, tally.letters) == (1, 7, 0)
+    assert await letters(box) == []
+    assert not await consumer.redrive(letter.id)
+    [closed] = await letters(box, states=[LetterState.SUPERSEDED])
+    assert (closed.id, closed.body) == (letter.id, newer.body)
+    older = {**known.headers, "schema_version": "v1"}
+    altered = Message(TOPIC, "b", b'{"subject": "c", "number": 3}', known.headers)
+    await broker.send("somebody", [Message(TOPIC, "b", b'{"subject": "b"}', older), altered])
+    broker.redeliver(TOPIC)
+    again = await consumer.drain()
+    assert (again.handled, again.letters) == (0, 1)
+    assert [letter.kind for letter in await letters(box)] == [LetterKind.ALTERED]
+    assert await effects(box) == [("a", 1), ("b", 2)]
+
+
+async def test_a_letter_stays_open_if_the_known_version_fails_or_has_taken_effect_before(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    fail_once(consumer, lambda: Reject("not today"))
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    await broker.send("somebody", [Message(TOPIC, "a", b"not json", sent.headers)])
+    await broker.send("somebody", [Message(TOPIC, "a", b'{"subject": "a"}', {**sent.headers, "schema_version": "v1"})])
+    two = {**sent.headers, "event_id": str(uuid4())}
+    await broker.send("somebody", [Message(TOPIC, "b", b"{}", {**two, "schema_version": "v3"})])
+    await broker.send("somebody", [Message(TOPIC, "b", b'{"subject": "b", "number": 2}', two)])
+    await consumer.drain()
+    assert await effects(box) == [("a", 1)]
+    assert {letter.message.body for letter in await letters(box)} == {b"not json", b"{}"}
+    broker.redeliver(TOPIC)
+    await consumer.drain()
+    assert sorted(await effects(box)) == [("a", 1), ("b", 2)]
+    assert {letter.message.body for letter in await letters(box)} == {b"not json"}
+
+
 async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, ("a", 1))

@@ -196,7 +196,29 @@ class Processor:
         return new, admissions
 
     def _admit(self, connection: Connection, tenant: str | None, arrivals: Sequence[Arrival]) -> Sequence[Admission]:
-        return self._inbox.admit(connection, self._identify(connection), tenant, arrivals)
+        number = self._identify(connection)
+        admissions = [*self._inbox.admit(connection, number, tenant, arrivals)]
+        others = [place for place, it in enumerate(admissions) if it is Admission.OTHER_VERSION]
+        if others and self._letters.count(connection, LetterFilter(self._name, kinds=(LetterKind.UNKNOWN,))):
+            for place in others:
+                if self._supersedes_letter(connection, number, tenant, arrivals[place].event_id):
+                    [admissions[place]] = self._inbox.admit(connection, number, tenant, [arrivals[place]])
+        return admissions
+
+    def _supersedes_letter(self, connection: Connection, number: int, tenant: str | None, event_id: UUID) -> bool:
+        """Whether the event came first in a version that nobody knew here, and the letter about that was still open.
+        It is closed, and the inbox forgets that version.
+        """
+        wanted = LetterFilter(self._name, kinds=(LetterKind.UNKNOWN,), event_id=event_id)
+        for each in self._letters.find(connection, wanted):
+            letter = self._letters.take(connection, each.id) if each.tenant == tenant else None
+            if letter is None or letter.kind is not LetterKind.UNKNOWN:
+                continue
+            # Another message of that name may have taken effect, and this letter be about one that was not like it.
+            first = Arrival(event_id, letter.schema_version, digest_of(letter.message.body))
+            if self._inbox.forget(connection, number, tenant, first):
+                return self._letters.close(connection, letter.id, LetterState.SUPERSEDED)
+        return False
 
     def _open(self, work: Work) -> _Readable | _Unfit | None:
         """What is in it; None if nobody wants it."""

@@ -576,7 +576,11 @@ def _amended(connection: Connection, name: str) -> dict[Place, bytes | None]:
         .where(table.c.kind.not_in(UNDECIDING))
         .order_by(table.c.id)
     )
-    return {(row.tenant, row.event_id): None if row.state == LetterState.DISCARDED else row.used for row in rows}
+    return {
+        (row.tenant, row.event_id): None if row.state == LetterState.DISCARDED else row.used
+        for row in rows
+        if row.state != LetterState.SUPERSEDED  # nobody has decided that
+    }
 
 
 def _drop_held(connection: Connection, consumer: str) -> None:

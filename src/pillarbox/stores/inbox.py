@@ -14,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, bindparam, select, text, update
+from sqlalchemy import Connection, bindparam, delete, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..errors import BeingSwappedError, StoreError
@@ -50,6 +50,16 @@ class SqlInbox:
             return [Admission.NEW] * len(arrivals)
         return admissions(seen, arrivals)
 
+    def forget(self, connection: Connection, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
+        gone = delete(inbox).where(
+            inbox.c.consumer == consumer,
+            inbox.c.tenant == (tenant or ""),
+            inbox.c.event_id == arrival.event_id,
+            inbox.c.schema_version == arrival.schema_version,
+            inbox.c.digest == arrival.digest,
+        )
+        return connection.execute(gone).rowcount == 1
+
     def prune(self, connection: Connection, consumer: int, older_than: timedelta, limit: int) -> int:
         # The moment is a value, and no expression: an index serves no condition that could change from row to row.
         before = connection.scalar(select(from_now(-older_than.total_seconds())))
@@ -68,7 +78,9 @@ def admissions(seen: Mapping[UUID, Seen], arrivals: Sequence[Arrival]) -> list[A
         before = found.setdefault(arrival.event_id, this)
         if before is this:
             answers.append(Admission.NEW)
-        elif before[0] == this[0] and before[1] != this[1]:
+        elif before[0] != this[0]:
+            answers.append(Admission.OTHER_VERSION)
+        elif before[1] != this[1]:
             answers.append(Admission.ALTERED)
         else:
             answers.append(Admission.DUPLICATE)

@@ -158,6 +158,14 @@ class MemoryInbox:
                 self.table.write(connection, (consumer, tenant or "", arrival.event_id), row)
         return answers
 
+    def forget(self, connection: MemoryTransaction | None, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
+        place = consumer, tenant or "", arrival.event_id
+        row = self.table.hold(connection, place)
+        if row is None or row[0] != (arrival.schema_version, arrival.digest):
+            return False
+        self.table.write(connection, place, None)
+        return True
+
     def prune(self, connection: MemoryTransaction | None, consumer: int, older_than: timedelta, limit: int) -> int:
         before = clock.current().now() - older_than
         old = [(at, place) for place, (_, at) in self.table.seen(connection) if place[0] == consumer and at < before]

@@ -37,6 +37,7 @@ from ...inbox import (
 from ...transport import Message
 
 NEW, DUPLICATE, ALTERED = Admission.NEW, Admission.DUPLICATE, Admission.ALTERED
+OTHER_VERSION = Admission.OTHER_VERSION
 CONSUMER = consumer_id("billing")
 DAY = timedelta(days=1)
 PATIENCE = 20.0
@@ -153,10 +154,11 @@ class InboxContract:
         assert await world.admit([changed]) == [ALTERED]
         assert await world.admit([arrival(), changed, first]) == [NEW, ALTERED, DUPLICATE]
 
-    async def test_another_schema_version_is_a_duplicate_whatever_its_body(self, world: World) -> None:
+    async def test_another_schema_version_is_known_as_such_whatever_its_body(self, world: World) -> None:
         first = arrival(b"1")
-        await world.admit([first])
-        assert await world.admit([arrival(b"2", event_id=first.event_id, schema_version=2)]) == [DUPLICATE]
+        others = [arrival(body, event_id=first.event_id, schema_version=2) for body in (b"1", b"2")]
+        assert await world.admit([first, *others]) == [NEW, OTHER_VERSION, OTHER_VERSION]
+        assert await world.admit([*others, first]) == [OTHER_VERSION, OTHER_VERSION, DUPLICATE]
 
     async def test_h83_tenants_are_independent(self, world: World) -> None:
         first = arrival(b"1")
@@ -272,6 +274,53 @@ class InboxContract:
         one, other = answers[0], answers[1][::-1]
         assert {*zip(one[50:], other[:100], strict=True)} in ({(NEW, DUPLICATE)}, {(DUPLICATE, NEW)})
         assert {*one[:50], *other[100:]} == {NEW}
+
+    # -- forgetting ----------------------------------------------------------------------------------------------------
+
+    async def test_what_is_forgotten_is_new_again_in_any_version(self, world: World) -> None:
+        first, beside = arrival(b"1"), arrival()
+        other = arrival(b"2", event_id=first.event_id, schema_version=2)
+        await world.admit([first, beside])
+        async with world.transaction() as run:
+            assert await run(world.inbox.forget, CONSUMER, "acme", first)
+            assert await run(world.inbox.admit, CONSUMER, "acme", [other]) == [NEW]
+        assert await world.admit([first, other, beside]) == [OTHER_VERSION, DUPLICATE, DUPLICATE]
+
+    async def test_only_what_was_admitted_itself_is_forgotten(self, world: World) -> None:
+        first = arrival(b"1")
+        await world.admit([first])
+        others = [
+            (CONSUMER, "acme", arrival(b"2", event_id=first.event_id)),
+            (CONSUMER, "acme", arrival(b"1", event_id=first.event_id, schema_version=2)),
+            (CONSUMER, "acme", arrival(b"1")),
+            (CONSUMER, "globex", first),
+            (CONSUMER, None, first),
+            (consumer_id("shipping"), "acme", first),
+        ]
+        async with world.transaction() as run:
+            for other in others:
+                assert not await run(world.inbox.forget, *other)
+        assert await world.admit([first]) == [DUPLICATE]
+
+    async def test_what_is_forgotten_in_vain_is_still_known(self, world: World) -> None:
+        world.needs_transactions()
+        first = arrival()
+        await world.admit([first])
+        async with world.undone_transaction() as run:
+            assert await run(world.inbox.forget, CONSUMER, "acme", first)
+        assert await world.admit([first]) == [DUPLICATE]
+
+    async def test_whoever_comes_while_it_is_forgotten_waits_for_the_outcome(self, world: World) -> None:
+        world.needs_transactions()
+        first = arrival(b"1")
+        other = arrival(b"2", event_id=first.event_id, schema_version=2)
+        await world.admit([first])
+        async with world.transaction() as run:
+            assert await run(world.inbox.forget, CONSUMER, "acme", first)
+            assert await run(world.inbox.admit, CONSUMER, "acme", [other]) == [NEW]
+            second = asyncio.ensure_future(world.admit([first]))
+            await still_waiting(second)
+        assert await asyncio.wait_for(second, PATIENCE) == [OTHER_VERSION]
 
     # -- pruning -------------------------------------------------------------------------------------------------------
 
