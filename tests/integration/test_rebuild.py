@@ -680,6 +680,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("first", ["v1", "v9"])
+async def test_what_comes_in_an_unknown_version_too_is_applied_in_the_known_one(box: Pillarbox, first: str) -> None:
+    broker = MemoryTransport()
+    labels = box.projection(Labels, source=broker, topics=[TOPIC], retry=QUICKLY)
+    headers = {"event_id": str(uuid4()), "event_type": "tests.rebuilt.filled", "occurred_at": "2026-01-01T00:00:00Z"}
+    bodies = {"v1": msgspec.json.encode({"jar_id": uuid4(), "label": "plum", "grams": 5}), "v9": b"{}"}
+    for version in sorted(bodies, reverse=first == "v9"):
+        message = Message(TOPIC, "plum", bodies[version], {**headers, "schema_version": version})
+        await broker.send("somebody", [message])
+        await labels.drain()
+    whole = await rows_of(box, LabelRow)
+    assert whole[0][:3] == ("plum", 1, 5)
+    for _ in range(2):
+        assert (await labels.rebuild("broker")).events == 1
+        assert await rows_of(box, LabelRow) == whole
+    assert LetterState.OPEN not in {state for _, state in await letters_of(box)}
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("source", ["broker", "outbox"])
 async def test_of_a_projection_behind_a_broker(box: Pillarbox, source: Literal["broker", "outbox"]) -> None:
     labels = box.projection(Labels, source="broker", topics=[TOPIC], retry=QUICKLY)
