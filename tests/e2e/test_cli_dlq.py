@@ -148,16 +148,16 @@ class TestRedrive:
         assert [line.split(" of bills ")[1] for line in said[1:]] == ["done", "done"]
 
     @on_sqlite
-    def test_h80_what_was_dealt_with_since_is_a_duplicate(self, pillarbox: CommandLine, rejected: Database) -> None:
+    def test_h80_what_was_dealt_with_since_is_superseded(self, pillarbox: CommandLine, rejected: Database) -> None:
         be_generous(pillarbox)
         execute(rejected, "UPDATE pillarbox_letters SET kind = 'unknown', event_id = NULL WHERE tenant = 'acme'")
         said = pillarbox("dlq", "redrive", "shop:box", "--all").stdout.splitlines()
         assert said[0] == "redrive: 1 of 3 letters done"
-        ends = "is closed as a duplicate: the same message came again, and was dealt with then"
+        ends = "is closed as superseded: the same message came again, and was dealt with then"
         assert sum(line.endswith(ends) for line in said) == 2
         assert [it for it in notes(pillarbox) if it.startswith("done")] == ["done -3"]
-        assert len(letters(pillarbox, "--state", "duplicate")) == 2
-        assert sorted(it["details"]["outcome"] for it in audit(pillarbox)) == ["done", "duplicate", "duplicate"]
+        assert len(letters(pillarbox, "--state", "superseded")) == 2
+        assert sorted(it["details"]["outcome"] for it in audit(pillarbox)) == ["done", "superseded", "superseded"]
 
     @on_postgres
     @pytest.mark.usefixtures("rejected")

@@ -796,10 +796,10 @@ async def test_h80_a_letter_without_an_id_is_no_second_effect_of_what_came_again
     stranger.deploy(consumer)
     broker.redeliver(TOPIC)
     assert (await consumer.drain()).handled == 1
-    assert await consumer.redrive(letter.id) is Redriven.DUPLICATE
+    assert await consumer.redrive(letter.id) is Redriven.SUPERSEDED
     assert await effects(box) == [("strange", 1)]
     [closed] = await letters(box, states=[*LetterState])
-    assert closed.state is LetterState.DUPLICATE
+    assert closed.state is LetterState.SUPERSEDED
     assert await consumer.redrive(letter.id) is Redriven.GONE
     async with box.engine.connect() as connection:
         [record] = await connection.run_sync(stored.consumers)

@@ -222,7 +222,7 @@ class Outcome(StrEnum):
     DONE = "done"
     FAILED = "failed"
     """A handler has raised: the letter stays open."""
-    DUPLICATE = "duplicate"
+    SUPERSEDED = "superseded"
     """The same message had come again, and was dealt with then: it is closed."""
     GONE = "gone"
     """Somebody else was quicker: it is not open any more."""
@@ -315,7 +315,7 @@ class _Passage:
         words = {
             Outcome.DONE: "done",
             Outcome.FAILED: "failed again",
-            Outcome.DUPLICATE: "is closed as a duplicate: the same message came again, and was dealt with then",
+            Outcome.SUPERSEDED: "is closed as superseded: the same message came again, and was dealt with then",
             Outcome.GONE: "is not open any more",
         }
         for it in self._results:

@@ -373,19 +373,19 @@ class Processor:
                 if taken is None:
                     return Redriven.GONE
                 incoming = self._read_letter(taken)
-                duplicate = await self._home.within(uow, self._has_come_again, number, taken, incoming)
-                if not duplicate:
+                superseded = await self._home.within(uow, self._has_come_again, number, taken, incoming)
+                if not superseded:
                     await self._apply_late(uow, incoming)
-                state = LetterState.DUPLICATE if duplicate else LetterState.REDRIVEN
+                state = LetterState.SUPERSEDED if superseded else LetterState.REDRIVEN
                 await self._home.within(uow, self._letters.close, letter_id, state)
         except Exception as error:
             kind = LetterKind.REJECTED if classify(error) is Failure.BUSINESS else letter.kind
             reason = str(error) if kind is LetterKind.REJECTED else f"{type(error).__name__}: {error}"
             await self._home.apart(self._letters.failed, letter_id, kind, redacted(reason))
             raise
-        if duplicate:
+        if superseded:
             self._report.handled((), 1, 0.0)
-            return Redriven.DUPLICATE
+            return Redriven.SUPERSEDED
         self._report.redriven(incoming)
         return Redriven.DONE
 
@@ -419,7 +419,7 @@ class Processor:
             raise StoreError(
                 f"event {arrival.event_id} was dealt with in another body: find out who sends it, then discard this one"
             )
-        return admission is Admission.DUPLICATE
+        return admission is not Admission.NEW
 
     def _read_letter(self, letter: Letter) -> Incoming:
         incoming = self._reader.read(_as_edited(letter), letter.attempts + 1)

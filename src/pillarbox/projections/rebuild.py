@@ -220,7 +220,7 @@ class Rebuild:
         self._shadow = shadow_of(self._live.table, self._new, self._engine.dialect)
         self._projection = self._live.into(self._shadow.table)
         # By another name, so that what it holds is not mistaken for what the live one holds.
-        self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores)
+        self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores, self._topics)
         self._projection.read = self._read_held
         await self._ask(self._shadow.check)
         await self._in_transaction(shadow_of(self._live.table, self._old, self._engine.dialect).drop)
