@@ -30,11 +30,13 @@ from pillarbox import (
 from pillarbox.codec import Content
 from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.errors import ConfigurationError, HeaderError, StoreError
 from pillarbox.inbox import Letter, LetterKind, LetterState, Redriven
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.tables import inbox
+from pillarbox.transport import Subscription
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
 from tests.servers import Database
@@ -980,6 +982,43 @@ async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: Mem
     consumer.stop()
     await running
     assert await effects(box) == [("a", 1), ("a", 2)]
+
+
+async def test_lines_of_a_lost_connection_are_forgotten(
+    box: Pillarbox, broker: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key each message is a line of its own, and comes again as another one."""
+    consumer = box.consumer("forgetful", source="broker", topics=["keyless"], retry=QUICKLY, concurrency=1)
+    intake = consumer._intake
+    assert isinstance(intake, SubscriptionIntake)
+    all_failed = [asyncio.Event() for _ in range(3)]
+    connections: list[Subscription] = []
+    calls: list[int] = []
+    subscribe = broker.subscribe
+
+    async def subscribed(topics: Sequence[str], group: str) -> Subscription:
+        connections.append(await subscribe(topics, group))
+        calls.clear()
+        return connections[-1]
+
+    monkeypatch.setattr(broker, "subscribe", subscribed)
+
+    @consumer.on(Asked)
+    async def fail(event: Asked) -> None:
+        calls.append(event.number)
+        if len(calls) > 3:  # they take turns
+            all_failed[len(connections) - 1].set()
+        raise ConnectionError("its server is away")
+
+    await ask(box, *[("a", number) for number in range(3)])
+    await broker.send("somebody", [Message("keyless", "", sent.body, sent.headers) for sent in broker.sent(TOPIC)])
+    running = asyncio.create_task(consumer.run())
+    for each in all_failed:
+        await asyncio.wait_for(each.wait(), 10)
+        assert len(intake._failures) == 3
+        await connections[-1].close()
+    consumer.stop()
+    await running
 
 
 async def test_it_stops_while_it_waits_for_its_source(box: Pillarbox) -> None:

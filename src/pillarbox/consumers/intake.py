@@ -149,7 +149,6 @@ class SubscriptionIntake:
 
     async def drain(self, idle: float) -> None:
         self._stopping = False
-        self._failures.clear()
         await self._serve(await self._subscriber.subscribe(self._topics, self._group), idle)
 
     async def _subscribe(self) -> Subscription | None:
@@ -181,6 +180,7 @@ class SubscriptionIntake:
 
     async def _serve(self, subscription: Subscription, idle: float | None = None) -> None:
         self._subscription, self._desk = subscription, Desk()
+        self._failures.clear()  # of lines that went with their desk
         self._heard_at = clock.current().monotonic()
         try:
             with _running(self._receive(subscription)) as receiving, _running(self._extend(subscription)) as extending:
