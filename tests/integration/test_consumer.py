@@ -172,6 +172,19 @@ def fail_once(consumer: Consumer, error: Callable[[], Exception]) -> list[int]:
     return calls
 
 
+def fail_for(consumer: Consumer, subjects: str) -> list[str]:
+    """Every call for subjects that begin so fails. All that are tried come back."""
+    tried: list[str] = []
+
+    @consumer.on(Asked)
+    async def fail(event: Asked) -> None:
+        tried.append(event.subject)
+        if event.subject.startswith(subjects):
+            raise ConnectionError("its server is away")
+
+    return tried
+
+
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +279,21 @@ async def test_h90_a_key_waits_for_its_failed_message_and_the_others_go_on(box: 
     found = await effects(box)
     for key in "ab":
         assert [number for subject, number in found if subject == key] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("batch", [1])
+async def test_a_drain_tries_every_key(box: Pillarbox, batch: int) -> None:
+    consumer = answering(box, batch=batch)
+    tried = fail_for(consumer, "failing")
+    failing = [(f"failing {number}", number) for number in range(40)]
+    healthy = [(f"healthy {number % 5}", number) for number in range(10)]
+    await ask(box, *failing, *healthy)
+    tally = await asyncio.wait_for(consumer.drain(), 60)  # though somebody tries those that fail all the time
+    assert tally.handled == len(healthy)
+    assert {*tried} == {subject for subject, _ in failing + healthy}
+    found = await effects(box)
+    for key in range(5):
+        assert [number for subject, number in found if subject == f"healthy {key}"] == [key, key + 5]
 
 
 async def test_tenants_are_never_in_one_transaction(box: Pillarbox) -> None:

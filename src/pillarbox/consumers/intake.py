@@ -254,14 +254,15 @@ class SubscriptionIntake:
 
     def _is_over(self, idle: float | None) -> bool:
         """Whether a drain has nothing more to wait for."""
-        if idle is None or any(not task.done() for task in self._working):
+        if idle is None:
             return False
-        waiting = self._desk.waiting()
-        if any(self._failures[work.line] < STALLED for work in waiting):
+        left = self._desk.waiting()  # and those that are tried right now: with many that fail, there are always some
+        left += [work for task, works in self._working.items() if not task.done() for work in works]
+        if any(self._failures[work.line] < STALLED for work in left):
             return False
         backlog = self.backlog()
         if backlog is not None:
-            return backlog <= len(waiting)
+            return backlog <= len(left)
         return clock.current().monotonic() - self._heard_at >= idle
 
     async def _until_change(self, idle: float | None) -> None:
