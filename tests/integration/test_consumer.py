@@ -30,13 +30,15 @@ from pillarbox import (
 from pillarbox.codec import Content
 from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.consumers.desk import Work
 from pillarbox.consumers.intake import SubscriptionIntake
+from pillarbox.consumers.processing import OUTAGE, Processor
 from pillarbox.errors import ConfigurationError, HeaderError, StoreError
 from pillarbox.inbox import Letter, LetterKind, LetterState, Redriven
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.tables import inbox
-from pillarbox.transport import Subscription
+from pillarbox.transport import Received, Subscription
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
 from tests.servers import Database
@@ -140,7 +142,7 @@ async def ask(box: Pillarbox, *questions: tuple[str, int], tenant: str | None = 
 
 def answering(box: Pillarbox, name: str = "answers", **options: Any) -> Consumer:
     """A consumer that writes an effect for each question."""
-    consumer = box.consumer(name, source="broker", topics=[TOPIC], retry=QUICKLY, **options)
+    consumer = box.consumer(name, source="broker", topics=[TOPIC], **{"retry": QUICKLY, **options})
 
     @consumer.on(Asked)
     async def write(event: Asked, uow: UnitOfWork) -> None:
@@ -281,7 +283,30 @@ async def test_h90_a_key_waits_for_its_failed_message_and_the_others_go_on(box: 
         assert [number for subject, number in found if subject == key] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("batch", [1])
+async def test_h90_keys_go_on_that_come_behind_many_failing_ones_in_a_batch(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that fail wait for about an hour, and nobody waits with them."""
+    consumer = answering(box, batch=100, retry=RetryPolicy(base=3600.0, cap=3600.0))
+    fail_for(consumer, "failing")
+    healthy = [(f"healthy {number % 5}", number) for number in range(10)]
+    await ask(box, *[(f"failing {number}", number) for number in range(40)], *healthy)
+    done, report = asyncio.Event(), consumer._report.handled
+
+    def handled(*said: Any) -> None:
+        report(*said)
+        if consumer.status()["handled"] == len(healthy):
+            done.set()
+
+    monkeypatch.setattr(consumer._report, "handled", handled)
+    running = asyncio.create_task(consumer.run())
+    await asyncio.wait_for(done.wait(), 20)
+    consumer.stop()
+    await running
+    assert sorted(await effects(box)) == sorted(healthy)
+
+
+@pytest.mark.parametrize("batch", [1, 100])
 async def test_a_drain_tries_every_key(box: Pillarbox, batch: int) -> None:
     consumer = answering(box, batch=batch)
     tried = fail_for(consumer, "failing")
@@ -294,6 +319,40 @@ async def test_a_drain_tries_every_key(box: Pillarbox, batch: int) -> None:
     found = await effects(box)
     for key in range(5):
         assert [number for subject, number in found if subject == f"healthy {key}"] == [key, key + 5]
+
+
+async def test_in_a_batch_those_come_last_that_have_failed_before(box: Pillarbox, broker: MemoryTransport) -> None:
+    consumer = answering(box, batch=100)
+    tried = fail_for(consumer, "failing")
+    failing = [f"failing {number}" for number in range(OUTAGE + 1)]
+    await ask(box, *[(subject, 0) for subject in failing], ("healthy", 1), ("healthy", 2))
+    messages = sorted(broker.sent(TOPIC), key=lambda message: message.key)
+    works = [Work(Received(message), message.key) for message in messages]
+    await consumer.register()
+    dealt = await consumer._processor.deal(works)
+    assert [work.line for work in dealt.left] == [*failing, "healthy", "healthy"]
+    assert [*dealt.delays] == failing[:OUTAGE]
+    tried.clear()
+    dealt = await consumer._processor.deal(works)
+    assert tried == [failing[0], failing[OUTAGE], "healthy", "healthy", *failing[:OUTAGE]]  # together, and one by one
+    assert [work.line for work in dealt.settled] == ["healthy", "healthy"]
+
+
+async def test_h87_while_the_database_is_away_the_rest_of_a_batch_is_not_tried(
+    box: Pillarbox, broker: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = answering(box, batch=100)
+    await ask(box, *[(f"k{number}", number) for number in range(50)])
+    works = [Work(Received(message), message.key) for message in broker.sent(TOPIC)]
+
+    def away(*_: Any) -> Any:
+        raise ConnectionRefusedError("the database")
+
+    monkeypatch.setattr(Processor, "_admit", away)
+    for _ in range(2):
+        dealt = await consumer._processor.deal(works)
+        assert len(dealt.reasons) == OUTAGE
+        assert {*dealt.delays} == {work.line for work in works}
 
 
 async def test_tenants_are_never_in_one_transaction(box: Pillarbox) -> None:

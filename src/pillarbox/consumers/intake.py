@@ -244,8 +244,11 @@ class SubscriptionIntake:
         for work in dealt.settled:
             self._failures.pop(work.line, None)
         for line in desk.done(works, dealt.left):
-            self._failures[line] += 1
-            asyncio.get_running_loop().call_later(dealt.delays.get(line, 0.0), self._wake, desk, line)
+            if line in dealt.delays:
+                self._failures[line] += 1
+                asyncio.get_running_loop().call_later(dealt.delays[line], self._wake, desk, line)
+            else:  # it was not tried
+                self._wake(desk, line)
         self._room.set()
 
     def _wake(self, desk: Desk, line: Line) -> None:

@@ -57,7 +57,7 @@ from .reading import Reader
 from .report import ConsumerReport
 
 OUTAGE = 3
-"""So many failures in a row that are nobody's fault, and the rest of a batch is not tried."""
+"""So many failures in a row that are nobody's fault, and the rest of a batch is not tried now."""
 REMEMBERED = 10_000
 """Messages that fail, and whose attempts are counted."""
 _MAX_NAME = 200
@@ -74,7 +74,7 @@ class Dealt:
     left: list[Work] = field(default_factory=list)
     """These are to be tried again, in this order per line."""
     delays: dict[Line, float] = field(default_factory=dict)
-    """How long their lines should wait."""
+    """How long their lines should wait. Those that are not here were not tried, and may go on at once."""
     reasons: dict[Line, str] = field(default_factory=dict)
     """Why those lines wait whose messages have failed."""
     away: str = ""
@@ -131,11 +131,14 @@ class Processor:
         self._dead_letters = dead_letters
         self._troubles: dict[tuple[str | None, UUID], _Trouble] = {}
         self._succeeded_at = float("-inf")
+        self._begun = 0
+        """How often the database has let handlers begin."""
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     async def deal(self, works: Sequence[Work]) -> Dealt:
         """Deal with messages of one tenant, in order per line."""
+        begun = self._begun
         try:
             await self._together(works)
         except (Exception, asyncio.CancelledError) as error:
@@ -144,21 +147,32 @@ class Processor:
             if isinstance(error, BeingSwappedError):
                 return self._wait_for_swap(works, error)
             if len(works) > 1:
-                return await self._one_by_one(works)
+                return await self._one_by_one(works if self._begun == begun else self._untried_first(works))
             return await self._after_failure(works[0], error)
         return Dealt([*works])
 
     async def _one_by_one(self, works: Sequence[Work]) -> Dealt:
-        dealt, in_a_row = Dealt(), 0
+        """After an `OUTAGE` the rest waits, too. But if handlers have begun, the database is there, and messages that
+        were never tried do not wait: nothing speaks against them.
+        """
+        dealt, in_a_row, begun = Dealt(), 0, self._begun
         for work in works:
             if work.line in dealt.delays or in_a_row >= OUTAGE:
                 dealt.left.append(work)
-                dealt.delays.setdefault(work.line, max(dealt.delays.values(), default=0.0))
                 continue
             one = await self.deal([work])
             in_a_row = in_a_row + 1 if one.left else 0
             dealt.add(one)
+        longest, away = max(dealt.delays.values(), default=0.0), self._begun == begun
+        for line, first in {work.line: work for work in reversed(dealt.left)}.items():
+            if away or self._attempts(first):
+                dealt.delays.setdefault(line, longest)
         return dealt
+
+    def _untried_first(self, works: Sequence[Work]) -> list[Work]:
+        """Lines whose messages have failed before come last: the others must not wait for them."""
+        failing = {work.line for work in works if self._attempts(work)}
+        return sorted(works, key=lambda work: work.line in failing)
 
     async def _together(self, works: Sequence[Work]) -> None:
         """All in one transaction, or nothing."""
@@ -191,6 +205,7 @@ class Processor:
         async with self._home.unit_of_work(tenant=tenant, timeout=self._timeout, new_transaction=True) as uow:
             admissions = await self._home.within(uow, self._admit, tenant, [found.arrival for found in opened])
             new = [found.incoming for found, it in zip(opened, admissions, strict=True) if it is Admission.NEW]
+            self._begun += 1
             with self._report.processing(new), uow.sealed():
                 await self._effects.apply(uow, new)
         return new, admissions
