@@ -28,7 +28,7 @@ from pillarbox.transports.pulsar.client import Client
 from pillarbox.transports.pulsar.connection import BrokerError, Connection, Endpoint
 from pillarbox.transports.pulsar.entries import MAX_MESSAGES, Compression, Cut, Cutter
 from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, Entry, Frames, ProtocolError, framed
-from pillarbox.transports.pulsar.names import TopicName
+from pillarbox.transports.pulsar.names import MAX_PARTITIONS, TopicName
 from pillarbox.transports.pulsar.producer import Producer
 from tests.relays import soon
 
@@ -717,6 +717,21 @@ async def test_a_producer_that_is_asked_for_is_not_closed_while_others_are_opene
         await transport.open("lane", ["orders", "invoices"])
         sent = [Message("orders", "k", b"{}", {}, 8), Message("invoices", "k", b"{}", {}, 9)]
         assert sorted((await transport.send("lane", sent)).accepted) == [0, 1]
+
+
+async def test_more_partitions_than_a_topic_may_have_are_not_believed() -> None:
+    def has_many(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        if command.type == Type.PARTITIONED_METADATA:
+            asked = command.partitioned_metadata.request_id
+            answer = wire.PartitionedMetadataResponse(request_id=asked, partitions=MAX_PARTITIONS + 1)
+            peer.say(partitioned_metadata_response=answer)
+
+    async with peer_that(has_many) as (endpoint, _):
+        transport = PulsarTransport(f"pulsar://{endpoint}", guarantee="at_least_once", timeout=1.0)
+        with pytest.raises(ProtocolError, match="has 10,001 partitions, and 10,000 are allowed"):
+            await transport.open("lane", ["orders"])
+        await transport.close()
 
 
 # -- the address of the settings ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..stores import inspection
 from ..stores.schema import check_schema
 from ..transports.pulsar.address import parse_address
 from ..transports.pulsar.admin import PulsarAdmin, Retention
-from ..transports.pulsar.names import TopicName
+from ..transports.pulsar.names import MAX_PARTITIONS, TopicName
 from ..transports.pulsar.plan import Action, Desired, Step, apply, find, plan
 from .database import load_settings, opened, reached, run
 from .output import CommandError, Exit, Whole, check_text, confirm, confirmed, emit, number, options, plain, table
@@ -55,11 +55,12 @@ def _parse_names(_context: click.Context, parameter: click.Parameter, given: str
 def _wanted(command: _Command) -> _Command:
     """The options that say what there must be."""
     tenants, aggregates = "For {tenant} in topics; by default those in the outbox.", "The same for {aggregate}."
+    count = "Of each topic; 0: not partitioned."
     for add in (
         click.option("--dedup/--no-dedup", default=True, help="Deduplicate, or leave that as it is.  [default: dedup]"),
         click.option("--retention-mb", type=Whole(-1), metavar="N", help="Keep at most so much; -1: no limit."),
         click.option("--retention-hours", type=Whole(-1), metavar="N", help="Keep messages so long; -1: for ever."),
-        click.option("--partitions", type=Whole(0, 10_000), metavar="N", help="Of each topic; 0: not partitioned."),
+        click.option("--partitions", type=Whole(0, MAX_PARTITIONS), metavar="N", help=count),
         click.option("--aggregates", metavar="A1,A2", callback=_parse_names, help=aggregates),
         click.option("--tenants", metavar="T1,T2", callback=_parse_names, help=tenants),
         click.option("--transport", metavar="NAME", callback=check_text, help="Only what leads to this one."),

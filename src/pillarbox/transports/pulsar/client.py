@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 from . import wire_pb2 as wire
 from .connection import BrokerError, Connection, Endpoint
 from .credentials import Credentials, Tls
-from .names import TopicName
+from .frames import ProtocolError
+from .names import MAX_PARTITIONS, TopicName
 
 MAX_REDIRECTS = 20
 _Type = wire.Command.Type
@@ -56,6 +57,8 @@ class Client:
         )
         if answer.response == wire.PartitionedMetadataResponse.Failed:
             raise BrokerError(answer.error, answer.message)
+        if answer.partitions > MAX_PARTITIONS:  # each of them would cost a producer
+            raise ProtocolError(f"{topic} has {answer.partitions:,} partitions, and {MAX_PARTITIONS:,} are allowed")
         return answer.partitions
 
     async def broker_of(self, topic: TopicName) -> Connection:

@@ -22,6 +22,9 @@ _SCHEME = "persistent://"
 DEFAULT_NAMESPACE = f"{_SCHEME}public/default/"
 """It may be left out."""
 
+MAX_PARTITIONS = 10_000
+"""Of one topic."""
+
 
 @dataclass(frozen=True, slots=True)
 class TopicName:
