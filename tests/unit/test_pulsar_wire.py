@@ -25,7 +25,7 @@ from pillarbox.transports.pulsar import producer as pulsar_producer
 from pillarbox.transports.pulsar import transport as pulsar_transport
 from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
-from pillarbox.transports.pulsar.connection import BrokerError, Connection, Endpoint
+from pillarbox.transports.pulsar.connection import SMALLEST_MESSAGE_LIMIT, BrokerError, Connection, Endpoint
 from pillarbox.transports.pulsar.entries import MAX_MESSAGES, Compression, Cut, Cutter
 from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, Entry, Frames, ProtocolError, framed
 from pillarbox.transports.pulsar.names import MAX_PARTITIONS, TopicName
@@ -390,6 +390,19 @@ async def test_a_refusal_to_connect_says_why() -> None:
             await connected(endpoint)
 
 
+async def test_a_broker_that_takes_next_to_nothing_is_of_no_use_and_says_why() -> None:
+    def takes(size: int) -> Script:
+        return lambda peer, _: peer.say(connected=wire.Connected(server_version="4.0", max_message_size=size))
+
+    async with peer_that(takes(SMALLEST_MESSAGE_LIMIT - 1)) as (endpoint, _):
+        with pytest.raises(ConnectionError, match="at most 262,143 bytes, and we need 262,144: raise its maxMessage"):
+            await connected(endpoint)
+    async with peer_that(takes(SMALLEST_MESSAGE_LIMIT)) as (endpoint, _):
+        connection = await connected(endpoint)
+        assert connection.message_limit == SMALLEST_MESSAGE_LIMIT
+        connection.close()
+
+
 async def test_answers_that_nobody_asked_for_are_ignored() -> None:
     def talks(peer: Peer, command: wire.Command) -> None:
         peer.say(send_receipt=wire.SendReceipt(producer_id=99, sequence_id=1))
@@ -717,6 +730,28 @@ async def test_a_producer_that_is_asked_for_is_not_closed_while_others_are_opene
         await transport.open("lane", ["orders", "invoices"])
         sent = [Message("orders", "k", b"{}", {}, 8), Message("invoices", "k", b"{}", {}, 9)]
         assert sorted((await transport.send("lane", sent)).accepted) == [0, 1]
+
+
+async def test_the_limit_is_that_of_the_brokers_we_are_connected_to_now() -> None:
+    class Limited(OneBroker):
+        limit = 300_000
+
+        def __call__(self, peer: Peer, command: wire.Command) -> None:
+            if command.type == Type.CONNECT:
+                peer.say(connected=wire.Connected(server_version="4.0", max_message_size=self.limit))
+            else:
+                super().__call__(peer, command)
+
+    broker, large = Limited(), Message("orders", "k", b"x" * 200_000, {}, 8)
+    async with transport_to(broker, "orders") as transport:
+        assert transport.preflight(large) is None, "nobody knows yet"
+        await transport.open("lane", ["orders"])
+        assert transport.preflight(large) == "the body has 200,000 bytes, and 87,008 are allowed"
+        broker.limit = 1_000_000
+        transport._client.close()
+        broker.names.clear()  # of the connection that has ended
+        await transport.open("lane", ["orders"])
+        assert transport.preflight(large) is None
 
 
 async def test_more_partitions_than_a_topic_may_have_are_not_believed() -> None:

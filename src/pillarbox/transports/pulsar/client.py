@@ -79,6 +79,10 @@ class Client:
             authoritative = answer.authoritative
         raise ConnectionError(f"{topic}: the brokers sent us round in circles, {MAX_REDIRECTS} times")
 
+    def message_limits(self) -> list[int]:
+        """What the brokers that we are connected to take at once."""
+        return [each.message_limit for each in self._connections.values() if each.lost is None]
+
     def close(self) -> None:
         """End all connections."""
         connections, self._connections = self._connections, {}

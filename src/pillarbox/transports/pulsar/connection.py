@@ -20,6 +20,8 @@ from .frames import PING, PONG, Frames, ProtocolError, framed
 
 PROTOCOL_VERSION = 20
 DEFAULT_MESSAGE_LIMIT = 5 * 1_048_576
+SMALLEST_MESSAGE_LIMIT = 262_144
+"""With less a message would have no room beside its headers."""
 _CLIENT = f"pillarbox {version('pillarbox')}"
 _Type = wire.Command.Type
 _ABOUT_PRODUCERS: dict[int, str] = {
@@ -229,8 +231,15 @@ class Connection(asyncio.Protocol):
             listener.lost("the broker closed the producer: its topic moves")
 
     def _welcome(self, connected: wire.Connected) -> None:
-        if connected.max_message_size > 0:
-            self.message_limit = connected.max_message_size
+        size = connected.max_message_size
+        if 0 < size < SMALLEST_MESSAGE_LIMIT:
+            self.abort(
+                f"it takes messages of at most {size:,} bytes, and we need {SMALLEST_MESSAGE_LIMIT:,}: raise its "
+                "maxMessageSize"
+            )
+            return
+        if size > 0:
+            self.message_limit = size
         if not self._connected.done():
             self._connected.set_result(None)
 

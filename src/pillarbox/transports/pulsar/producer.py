@@ -78,11 +78,6 @@ class Producer:
         self.name, self.last = success.producer_name, success.last_sequence_id
         return self
 
-    @property
-    def message_limit(self) -> int:
-        """The most bytes that the broker takes at once."""
-        return self._connection.message_limit
-
     async def publish(self, entries: Sequence[Entry], *, largest: int) -> Answers:
         """Send entries and wait for what becomes of them.
 

@@ -21,7 +21,7 @@ from . import wire_pb2 as wire
 from .address import check_admin_url, parse_address
 from .admin import PulsarAdmin
 from .client import Client
-from .connection import DEFAULT_MESSAGE_LIMIT, BrokerError
+from .connection import DEFAULT_MESSAGE_LIMIT, SMALLEST_MESSAGE_LIMIT, BrokerError
 from .credentials import Credentials, Tls
 from .entries import Compression, Cut, Cutter
 from .frames import Entry
@@ -45,7 +45,7 @@ _THIS_TOPIC = frozenset({
 """Errors at opening that are about one topic: the others can go on."""
 
 
-MAX_HEADERS = 65_536
+MAX_HEADERS = SMALLEST_MESSAGE_LIMIT // 4
 LARGE = MAX_HEADERS // 8
 """Below this nothing can be too large."""
 RECOUNT = 60.0
@@ -117,10 +117,10 @@ class PulsarTransport:
         self._cutter = Cutter(
             cut := _choice("entries", Cut, entries), _choice("compression", Compression, compression), compress_from
         )
-        if timeout <= 0 or keep_alive <= 0 or max_message_bytes <= 4 * MAX_HEADERS or compress_from < 0:
+        if timeout <= 0 or keep_alive <= 0 or max_message_bytes < SMALLEST_MESSAGE_LIMIT or compress_from < 0:
             raise ConfigurationError(
-                "timeout and keep_alive must be above 0, compress_from not below, and max_message_bytes above "
-                f"{4 * MAX_HEADERS:,}"
+                "timeout and keep_alive must be above 0, compress_from not below, and max_message_bytes at least "
+                f"{SMALLEST_MESSAGE_LIMIT:,}"
             )
         numbered = self._guarantee is Guarantee.EXACTLY_ONCE
         if numbered and admin_url is None:
@@ -129,14 +129,14 @@ class PulsarTransport:
                 "deduplication is on; without it say guarantee='at_least_once'"
             )
         self._capabilities = Capabilities(
-            max_body_bytes=max_message_bytes - ROOM - 3 * MAX_HEADERS,  # each of them takes a little more than its text
+            max_body_bytes=_body_limit(max_message_bytes),
             max_header_bytes=MAX_HEADERS,
             numbered=numbered,
             grouped=cut is Cut.BY_KEY,
             opens=True,
             forgets_after=FORGETS_AFTER,
         )
-        self._limit = max_message_bytes
+        self._max_message_bytes = max_message_bytes
         self._client = Client(
             address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive, listener_name=listener_name
         )
@@ -179,10 +179,15 @@ class PulsarTransport:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    @property
+    def _limit(self) -> int:
+        """What an entry may take: as much as we were told, or as the brokers do that we are connected to now."""
+        return min([self._max_message_bytes, *self._client.message_limits()])
+
     def preflight(self, message: Message) -> str | None:
-        limit = min(self._capabilities.max_body_bytes, self._limit - ROOM - 3 * MAX_HEADERS)
-        if len(message.body) > limit:
-            return f"the body has {len(message.body):,} bytes, and {limit:,} are allowed"
+        size = len(message.body)
+        if size > LARGE and size > (limit := _body_limit(self._limit)):
+            return f"the body has {size:,} bytes, and {limit:,} are allowed"
         if sum(map(len, message.headers.values())) > LARGE:
             size = sum([len(name.encode()) + len(value.encode()) for name, value in message.headers.items()])
             if size > MAX_HEADERS:
@@ -271,8 +276,7 @@ class PulsarTransport:
     async def _open_place(self, held: dict[str, Producer], place: str, topic: TopicName, name: str | None) -> None:
         connection = await self._client.broker_of(topic)
         # Held at once: whoever waits for us may have been cancelled, and would not take it.
-        producer = held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
-        self._limit = min(self._limit, producer.message_limit)
+        held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
         """Lanes begin together and share topics: one of them asks, and the others wait for the answer."""
@@ -357,7 +361,7 @@ class PulsarTransport:
         self, producer: Producer, messages: Sequence[Message], indexes: Sequence[int]
     ) -> tuple[Sequence[Entry], Answers]:
         topic = producer.topic
-        limit = min(self._limit - ROOM, self._entry_limits.get(topic, self._limit))
+        limit = min(self._limit - ROOM, self._entry_limits.get(topic, self._max_message_bytes))
         entries = self._cutter.entries(messages, indexes, max_bytes=limit, after=producer.last)
         answers = await producer.publish(entries, largest=self._largest.get(topic, 0))
         if answers.stored:
@@ -405,6 +409,10 @@ class PulsarTransport:
         except ConfigurationError as error:
             return str(error)
         return None
+
+
+def _body_limit(message_limit: int) -> int:
+    return message_limit - ROOM - 3 * MAX_HEADERS  # each of them takes a little more than its text
 
 
 @lru_cache(maxsize=65_536)
