@@ -473,6 +473,47 @@ async def test_h36_an_entry_does_not_overtake_a_refused_one_of_its_key() -> None
         connection.close()
 
 
+@pytest.mark.parametrize("code", [wire.NotAllowedError, wire.PersistenceError])
+async def test_h36_a_mixed_entry_does_not_overtake_a_refused_one_that_shares_a_key(code: wire.ServerError) -> None:
+    def refuses_eight(peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.SEND and command.send.sequence_id == 8:
+            peer.say(send_error=wire.SendError(producer_id=1, sequence_id=9, error=code, message="not now"))
+        else:
+            well_behaved(peer, command)
+
+    async with peer_that(refuses_eight) as (endpoint, peers):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        transport = PulsarTransport(f"pulsar://{endpoint}", guarantee="at_least_once", entries="mixed")
+        transport._largest[str(TOPIC)] = 600_000  # so none of them has to go alone
+        sizes = {8: ("a", 300_000), 9: ("b", 200_000), 10: ("c", 300_000), 11: ("b", 200_000), 12: ("a", 100_000)}
+        sent = [message(number, key=key, body=b"x" * size) for number, (key, size) in sizes.items()]
+        entries, answers = await transport._publish(producer, sent, range(5))
+        assert [[each.number for each in entry.messages] for entry in entries] == [[8, 9], [10, 11], [12]]
+        assert [each.send.sequence_id for each in peers[0].heard if each.type == Type.SEND] == [8]
+        assert (answers.stored, [*answers.refused]) == ([], [])
+        assert answers.lost is not None, "all of them come again, in their order"
+        connection.close()
+
+
+async def test_mixed_entries_without_a_common_key_are_on_their_way_together() -> None:
+    def answers_the_second(peer: Peer, command: wire.Command) -> None:
+        if command.type != Type.SEND:
+            well_behaved(peer, command)
+        elif command.send.sequence_id == 10:
+            for each in peer.heard:
+                well_behaved(peer, each) if each.type == Type.SEND else None
+
+    async with peer_that(answers_the_second) as (endpoint, _):
+        connection = await connected(endpoint)
+        producer = await Producer.open(connection, str(TOPIC), "lane", patience=1.0)
+        sent = [message(number, key=key, body=b"x" * 100) for number, key in ((8, "a"), (9, "b"), (10, "c"), (11, "d"))]
+        entries = Cutter(Cut.MIXED).entries(sent, range(4), max_bytes=250)
+        assert [len(entry.messages) for entry in entries] == [2, 2]
+        assert (await producer.publish(entries, largest=1_000)).stored == [0, 1]
+        connection.close()
+
+
 @pytest.mark.parametrize("number", [8, 9])
 async def test_h99_an_entry_that_failed_before_a_stored_one_is_not_taken_for_stored(number: int) -> None:
     def fails_once(peer: Peer, command: wire.Command) -> None:

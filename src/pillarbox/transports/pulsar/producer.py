@@ -173,20 +173,21 @@ class Producer:
 def _chunks(entries: Sequence[Entry], largest: int) -> Iterator[range]:
     """What may be on its way together."""
     start = 0
-    keys: set[str] = set()
+    under_way: set[str] = set()
     for index, entry in enumerate(entries):
-        size, key = len(entry.payload), entry.key
+        size = len(entry.payload)
+        keys = {message.key for message in entry.messages} if entry.key is None else {entry.key}
         if size > largest:
             if start < index:
                 yield range(start, index)
             yield range(index, index + 1)
             start, largest = index + 1, size
-            keys.clear()
-        elif key is not None:
-            if key in keys:  # if the one before it were refused all the same, this one would overtake it
-                yield range(start, index)
-                start = index
-                keys.clear()
-            keys.add(key)
+            under_way.clear()
+            continue
+        if not under_way.isdisjoint(keys):  # if the one before it were refused all the same, this one would overtake it
+            yield range(start, index)
+            start = index
+            under_way.clear()
+        under_way |= keys
     if start < len(entries):
         yield range(start, len(entries))
