@@ -33,7 +33,6 @@ from pillarbox.stores.inspection import unsent
 from pillarbox.stores.operations import Author, Change, Handle, Tenant, apply
 from pillarbox.transports.pulsar import PulsarTransport
 from pillarbox.transports.pulsar.names import TopicName
-from pillarbox.transports.pulsar.producer import Producer
 from tests.prove.ack_kill import Acknowledged, Tally, Where, numbers_on, official_client, open_box
 from tests.servers import Servers
 
@@ -56,11 +55,10 @@ class Measured(PulsarTransport):
         self.opened: list[float] = []
         self.checked: list[float] = []
 
-    async def _open(self, owner: str, topic: str, name: str | None) -> dict[str, Producer]:
+    async def _open(self, owner: str, topic: str, name: str | None) -> None:
         began = time.perf_counter()
-        opened = await super()._open(owner, topic, name)
+        await super()._open(owner, topic, name)
         self.opened.append(time.perf_counter() - began)
-        return opened
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
         began = time.perf_counter()

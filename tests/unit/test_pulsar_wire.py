@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle
@@ -13,12 +14,14 @@ from pathlib import Path
 import google_crc32c
 import lz4.block
 import pytest
+import sqlalchemy as sa
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.errors import ConfigurationError
-from pillarbox.transport import Message
+from pillarbox.transport import Message, TopicsRefusedError
 from pillarbox.transports import connect
 from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, credentials, wire_pb2
 from pillarbox.transports.pulsar import producer as pulsar_producer
@@ -35,6 +38,10 @@ from tests.relays import soon
 Type = wire.Command.Type
 TOPIC = TopicName.parse("orders")
 texts = st.text(max_size=200)
+
+
+class Happened(IntegrationEvent, name="pulsar_wire.happened"):
+    number: int
 
 
 def message(number: int, key: str = "k", body: bytes = b"{}", **headers: str) -> Message:
@@ -808,6 +815,142 @@ async def test_more_partitions_than_a_topic_may_have_are_not_believed() -> None:
         with pytest.raises(ProtocolError, match="has 10,001 partitions, and 10,000 are allowed"):
             await transport.open("lane", ["orders"])
         await transport.close()
+
+
+# -- topics that cannot be opened --------------------------------------------------------------------------------------
+
+
+class Spoilt(OneBroker):
+    """Some topics cannot be opened: the broker says why, or nothing."""
+
+    def __init__(self, **spoilt: str | None) -> None:
+        super().__init__()
+        self.spoilt = spoilt
+        self.asked: Counter[str] = Counter()
+        self.stored: Counter[str] = Counter()
+        """How many messages, by topic."""
+
+    def __call__(self, peer: Peer, command: wire.Command) -> None:
+        if command.type == Type.PRODUCER:
+            topic = command.producer.topic.rpartition("/")[2]
+            self.asked[topic] += 1
+            command.producer.producer_name = command.producer.producer_name or f"made-up-{self.asked.total()}"
+            if topic in self.spoilt:
+                code = self.spoilt[topic]
+                if code is not None:
+                    asked = command.producer.request_id
+                    peer.say(error=wire.Error(request_id=asked, error=code, message="the ledger"))
+                return
+        elif command.type == Type.SEND:
+            names = {holder: topic for (topic, _), holder in self.names.items()}
+            self.stored[names[command.send.producer_id].rpartition("/")[2]] += command.send.num_messages
+        super().__call__(peer, command)
+
+
+UNOPENED = ["PersistenceError", "ServiceNotReady", "ProducerBusy", None]
+
+
+@pytest.mark.parametrize("code", UNOPENED)
+async def test_h47_a_topic_that_keeps_failing_is_refused_and_the_others_stay_open(
+    monkeypatch: pytest.MonkeyPatch, code: str | None
+) -> None:
+    broker, topics = Spoilt(spoilt=code), ["spoilt", "orders", "invoices"]
+    monkeypatch.setattr(pulsar_transport, "MOVING", 0.3)
+    async with transport_to(broker, *topics) as transport:
+        transport._timeout = 0.1
+        with pytest.raises(OSError, match=code or "did not answer PRODUCER") as moving:
+            await transport.open("lane", topics)
+        assert not isinstance(moving.value, TopicsRefusedError), "it may be on its way to another broker"
+        await asyncio.sleep(0.3)
+        with pytest.raises(TopicsRefusedError) as refused:
+            await transport.open("lane", topics)
+        assert [*refused.value.reasons] == ["spoilt"]
+        assert (code or "did not answer PRODUCER") in refused.value.reasons["spoilt"]
+        assert await transport.open("lane", topics[1:]) == {"orders": 7, "invoices": 7}
+        assert (broker.asked["orders"], broker.asked["invoices"]) == (1, 1)
+        with pytest.raises(TopicsRefusedError):
+            await transport.open("lane", ["spoilt"])  # there is nothing else in this batch
+        broker.spoilt.clear()
+        await soon(lambda: transport._failing["lane", "spoilt"].again < asyncio.get_running_loop().time())
+        assert await transport.open("lane", topics) == dict.fromkeys(topics, 7)
+        assert not transport._failing
+
+
+@pytest.mark.parametrize("code", UNOPENED)
+async def test_when_no_topic_can_be_opened_it_is_the_broker_and_not_the_topics(
+    monkeypatch: pytest.MonkeyPatch, code: str | None
+) -> None:
+    monkeypatch.setattr(pulsar_transport, "MOVING", 0.0)
+    broker = Spoilt(orders=code, invoices=code)
+    async with transport_to(broker, "orders", "invoices") as transport:
+        transport._timeout = 0.05
+        for tries in range(1, 4):
+            with pytest.raises(OSError, match=code or "did not answer PRODUCER") as away:
+                await transport.open("lane", ["orders", "invoices"])
+            assert not isinstance(away.value, TopicsRefusedError)
+            assert broker.asked["orders"] == tries, "it is tried each time"
+        broker.spoilt.clear()
+        assert await transport.open("lane", ["orders", "invoices"]) == {"orders": 7, "invoices": 7}
+
+
+async def test_a_broker_that_goes_away_while_topics_are_opened_refuses_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Dies(Spoilt):
+        def __call__(self, peer: Peer, command: wire.Command) -> None:
+            if command.type == Type.PRODUCER and command.producer.topic.endswith("invoices"):
+                peer.transport.abort()
+            else:
+                super().__call__(peer, command)
+
+    monkeypatch.setattr(pulsar_transport, "MOVING", 0.0)
+    async with transport_to(Dies(), "orders", "invoices") as transport:
+        assert await transport.open("lane", ["orders"]) == {"orders": 7}
+        with pytest.raises(ConnectionError) as away:
+            await transport.open("lane", ["orders", "invoices"])
+        assert not isinstance(away.value, TopicsRefusedError)
+
+
+async def test_topics_that_do_not_answer_are_asked_at_once_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulsar_transport, "MOVING", 0.0)
+    silent = [f"silent{number}" for number in range(10)]
+    broker = Spoilt(**dict.fromkeys(silent))
+    async with transport_to(broker, "orders", *silent) as transport:
+        transport._timeout, clock = 0.3, asyncio.get_running_loop().time
+        began = clock()
+        with pytest.raises(TopicsRefusedError) as refused:
+            await transport.open("lane", [*silent, "orders"])
+        assert {*refused.value.reasons} == {*silent}
+        assert clock() - began < 5 * transport._timeout, "each of them was given the time of all"
+        with pytest.raises(TopicsRefusedError):
+            await transport.open("lane", [*silent, "orders"])
+        assert {broker.asked[topic] for topic in silent} == {1}
+
+
+@pytest.mark.parametrize("code", ["PersistenceError", None])
+async def test_h47_a_tenant_whose_topic_cannot_be_opened_stops_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None
+) -> None:
+    monkeypatch.setattr(pulsar_transport, "MOVING", 0.5)
+    broker = Spoilt(spoilt=code)
+    async with peer_that(broker) as (broker.endpoint, _):
+        transport = PulsarTransport(f"pulsar://{broker.endpoint}", guarantee="at_least_once", timeout=0.5)
+        route = Route("pulsar_wire.**", to="pulsar", topic="persistent://public/default/{tenant}")
+        url = f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
+        async with Pillarbox(url, transports={"pulsar": transport}, routes=[route]) as box:
+            await box.migrate()
+            for tenant in ("spoilt", "acme", "globex"):
+                async with box.unit_of_work(tenant=tenant) as uow:
+                    for number in range(20):
+                        uow.publish(Happened(number=number), key=f"k{number}")
+            relay = box.relay()
+            running = asyncio.create_task(relay.run())
+            await soon(lambda: broker.stored == {"acme": 20, "globex": 20}, seconds=10.0)
+            relay.stop()
+            await running
+            async with box.engine.connect() as connection:
+                attempts = await connection.execute(sa.text("SELECT DISTINCT attempts, status FROM outbox_events"))
+                assert {*attempts.all()} <= {(0, "SENT"), (0, "RETRYING"), (0, "PARKED"), (0, "PENDING")}
 
 
 # -- the address of the settings ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from ...errors import ConfigurationError
 from ...transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
@@ -42,7 +42,16 @@ _THIS_TOPIC = frozenset({
     wire.ProducerBlockedQuotaExceededError, wire.ProducerBlockedQuotaExceededException, wire.IncompatibleSchema,
     wire.MetadataError,
 })  # fmt: skip
-"""Errors at opening that are about one topic: the others can go on."""
+"""Errors at opening that are about one topic, and will be the same in a moment: the others can go on."""
+MOVING = 3.0
+"""Seconds for which a lane waits for a topic that fails while others are open: as a rule it is being moved, which is
+over in less than one. From then on it is refused, and the others go on."""
+AT_ONCE = 4
+"""Topics that a lane opens at the same time: one that does not answer must not make all others late. Not more, as many
+lanes begin together, and a broker that loads hundreds of topics at once is slow with each of them."""
+PAUSES = 4
+"""A refused topic is left alone for so many times as long as it took to fail, so that those that do not answer stop
+their lane for a fifth of the time at most."""
 
 
 MAX_HEADERS = SMALLEST_MESSAGE_LIMIT // 4
@@ -73,6 +82,21 @@ class _Topic(NamedTuple):
     partitions: int
     places: tuple[str, ...]
     seen: float
+
+
+class _Failing(NamedTuple):
+    """A topic that could not be opened."""
+
+    error: OSError | ConfigurationError
+    since: float
+    again: float
+    """When to try again."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is known to be about this topic, and to last."""
+        error = self.error
+        return isinstance(error, ConfigurationError) or (isinstance(error, BrokerError) and error.code in _THIS_TOPIC)
 
 
 class Guarantee(StrEnum):
@@ -146,6 +170,8 @@ class PulsarTransport:
         self._producers: dict[str, dict[str, Producer]] = {}
         """By name, then by physical topic."""
         self._topics: dict[str, _Topic] = {}
+        self._failing: dict[tuple[str, str], _Failing] = {}
+        """By producer and topic, those that fail while others of the producer are open."""
         self._deduplicating: set[str] = set()
         self._checking: dict[str, asyncio.Lock] = {}
         self._namespaces: dict[str, float] = {}
@@ -197,23 +223,67 @@ class PulsarTransport:
     # -- opening -------------------------------------------------------------------------------------------------------
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
-        lasts: dict[str, int] = {}
-        refused: dict[str, str] = {}
-        name = producer if self._capabilities.numbered else None
+        missing = [topic for topic in topics if self._standing(producer, topic) is None]
+        failing = await self._open_missing(producer, missing) if missing else {}
+        now, lasts = asyncio.get_running_loop().time(), dict[str, int]()
+        held = self._producers.get(producer, {})
         for topic in topics:
+            for place in self._topics[topic].places if topic not in failing else ():
+                if place in held:  # else another lane has just found it: what goes there is not open, and comes again
+                    held[place].used = now
+                    lasts[place] = held[place].last
+        if len(failing) < len(missing):
+            self._close_idle(held, now)
+        if failing:
+            self._refuse(producer, failing)
+        return lasts if self._capabilities.numbered else {}
+
+    async def _open_missing(self, owner: str, topics: Sequence[str]) -> dict[str, _Failing]:
+        """Open all that can be opened; what cannot comes back."""
+        turns = asyncio.Semaphore(AT_ONCE)
+        # All of them to the end: one that is opened behind our back keeps its name from us for ever.
+        tried = await asyncio.gather(*(self._try(owner, topic, turns) for topic in topics), return_exceptions=True)
+        failing: dict[str, _Failing] = {}
+        for topic, failure in zip(topics, tried, strict=True):
+            if isinstance(failure, BaseException):
+                raise failure
+            if failure is not None:
+                failing[topic] = failure
+        return failing
+
+    async def _try(self, owner: str, topic: str, turns: asyncio.Semaphore) -> _Failing | None:
+        clock = asyncio.get_running_loop().time
+        async with turns:
+            began, before = clock(), self._failing.get((owner, topic))
+            if before is not None and began < before.again:
+                return before
             try:
-                opened = await self._ready(producer, topic, name)
-            except BrokerError as error:
-                if error.code not in _THIS_TOPIC:
-                    raise
-                refused[topic] = str(error)
-            except ConfigurationError as error:
-                refused[topic] = str(error)
+                await self._open(owner, topic, owner if self._capabilities.numbered else None)
+            except (OSError, ConfigurationError) as error:
+                ended = clock()
+                lasting = before is not None and began < before.again + RECOUNT  # else nobody has asked for long
+                since = before.since if before is not None and lasting else began
+                return _Failing(error.with_traceback(None), since, ended + PAUSES * (ended - began))
+            self._failing.pop((owner, topic), None)
+            return None
+
+    def _refuse(self, owner: str, failing: Mapping[str, _Failing]) -> NoReturn:
+        """Say what cannot be opened. If nothing can, the destination is away, and nothing is known about any topic."""
+        now = asyncio.get_running_loop().time()
+        theirs = {place for topic in failing if topic in self._topics for place in self._topics[topic].places}
+        held = self._producers.get(owner, {})
+        others = any(each.lost_because is None for place, each in held.items() if place not in theirs)
+        refused: dict[str, str] = {}
+        for topic, failure in failing.items():
+            if failure.is_final or (others and failure.since + MOVING <= now):
+                refused[topic] = str(failure.error)
+            if others and not failure.is_final:
+                self._failing[owner, topic] = failure
             else:
-                lasts |= {place: each.last for place, each in opened.items() if name is not None}
+                self._failing.pop((owner, topic), None)
         if refused:
             raise TopicsRefusedError(refused)
-        return lasts
+        raise next(iter(failing.values())).error
 
     def partitions(self, topic: str) -> int:
         """How many partitions the topic has, as far as we know since it was opened; 0 if it has none."""
@@ -224,13 +294,6 @@ class PulsarTransport:
         """The partition that a key belongs to, of so many."""
         return _place(topic, partition_of(key, partitions))
 
-    async def _ready(self, owner: str, topic: str, name: str | None) -> dict[str, Producer]:
-        """The producers of a topic, which are not idle from now on: not even while the next topic is opened."""
-        found = self._standing(owner, topic) or await self._open(owner, topic, name)
-        for producer in found.values():
-            producer.used = asyncio.get_running_loop().time()
-        return found
-
     def _standing(self, owner: str, topic: str) -> dict[str, Producer] | None:
         """The producers of a topic, if all of them are open."""
         known = self._topics.get(topic)
@@ -240,7 +303,7 @@ class PulsarTransport:
         found = {place: held[place] for place in known.places if place in held and held[place].lost_because is None}
         return found if len(found) == len(known.places) else None
 
-    async def _open(self, owner: str, topic: str, name: str | None) -> dict[str, Producer]:
+    async def _open(self, owner: str, topic: str, name: str | None) -> None:
         """Open what is not open of a topic: one producer, or one for each of its partitions."""
         parsed = TopicName.parse(topic)
         if self._capabilities.numbered:
@@ -250,17 +313,14 @@ class PulsarTransport:
         places = {str(each): each for each in map(parsed.partition, range(count))} or {topic: parsed}
         self._topics[topic] = _Topic(count, tuple(places), now)
         held = self._producers.setdefault(owner, {})
-        self._close_idle(held, now)
         missing = [place for place in places if place not in held or held[place].lost_because is not None]
         await asyncio.gather(*(held[place].closed() for place in missing if place in held))
-        # All of them to the end: one that is opened behind our back keeps its name from us for ever.
         opened = await asyncio.gather(
             *(self._open_place(held, place, places[place], name) for place in missing), return_exceptions=True
         )
         for failure in opened:
             if failure is not None:
                 raise failure
-        return {place: held[place] for place in places}
 
     def _close_idle(self, held: dict[str, Producer], now: float) -> None:
         """A lane may have a topic for each tenant, and most tenants rest most of the time. The broker remembers the
@@ -352,6 +412,7 @@ class PulsarTransport:
         for owner in owners:
             for held in self._producers.pop(owner, {}).values():
                 held.close()
+            self._failing = {key: failing for key, failing in self._failing.items() if key[0] != owner}
         if producer is None:
             self._client.close()
             if self.admin is not None:
@@ -390,8 +451,7 @@ class PulsarTransport:
 
     async def _made_ready(self, owner: str, messages: Sequence[Message]) -> Sequence[Message]:
         """Without numbers of the lane: open what is needed, and count for ourselves."""
-        for topic in {message.topic for message in messages}:
-            await self._ready(owner, topic, None)
+        await self.open(owner, {message.topic for message in messages})
         ready: list[Message] = []
         start = self._numbers.get(owner, 0)
         for number, message in enumerate(messages, start=start + 1):
