@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pillarbox.consumers import failure, processing
+from pillarbox.consumers import failure, naming, processing
 from pillarbox.consumers.desk import Desk, Line, Work
 from pillarbox.consumers.failure import Failure
 from pillarbox.consumers.intake import SubscriptionIntake
@@ -218,7 +218,7 @@ def _unknown_errors_never_given_up(patch: pytest.MonkeyPatch) -> None:
 def _letter_without_a_row(patch: pytest.MonkeyPatch) -> None:
     def write_letters(self: Processor, connection: Any, unfit: Sequence[Any]) -> Any:
         letters = [
-            processing.letter_about(self._name, it.work.message, it.kind, it.reason, arrival=it.arrival) for it in unfit
+            naming.letter_about(self._name, it.work.message, it.kind, it.reason, arrival=it.arrival) for it in unfit
         ]
         self._letters.write(connection, letters)
         return letters, [], None

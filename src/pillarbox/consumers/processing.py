@@ -8,12 +8,11 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-from uuid import RFC_4122, UUID
+from uuid import UUID
 
 from msgspec import structs
 from sqlalchemy import Connection
@@ -27,7 +26,6 @@ from ..errors import (
     HeaderError,
     StaleLetterError,
     StoreError,
-    TenancyError,
     UnknownEventError,
 )
 from ..inbox import (
@@ -45,7 +43,6 @@ from ..inbox import (
 from ..outbox import Delivery
 from ..redaction import redacted
 from ..retry import RetryPolicy
-from ..route import MAX_KEY_BYTES, MAX_TOPIC, check_tenant
 from ..transport import Message
 from ..unit_of_work import UnitOfWork
 from .dead_letters import DeadLetterRoute
@@ -53,6 +50,7 @@ from .desk import Line, Work
 from .failure import Failure, classify
 from .handling import Effects, Incoming
 from .home import Home
+from .naming import VERSIONS, arrival_in, arrival_of, by_content, identity, known_as, letter_about
 from .reading import Reader
 from .report import ConsumerReport
 
@@ -60,9 +58,6 @@ OUTAGE = 3
 """So many failures in a row that are nobody's fault, and the rest of a batch is not tried now."""
 REMEMBERED = 10_000
 """Messages that fail, and whose attempts are counted."""
-_MAX_NAME = 200
-_VERSIONS = 100_000_000
-"""Nobody has so many, and every database takes their numbers."""
 
 
 @dataclass(slots=True)
@@ -263,8 +258,8 @@ class Processor:
             content = self._reader.decode(message)
         except Exception:  # by a codec of anybody's
             return arrival_of(message)
-        version = content.version if abs(content.version) < _VERSIONS else 0
-        return Arrival(_known_as(content.event_id), version, digest_of(message.body))
+        version = content.version if abs(content.version) < VERSIONS else 0
+        return Arrival(known_as(content.event_id), version, digest_of(message.body))
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +309,7 @@ class Processor:
             self._report.stuck(work.message, trouble.attempts, waited, redacted(reason))
 
     def _trouble(self, work: Work) -> _Trouble:
-        key = _identity(work.message)
+        key = identity(work.message)
         trouble = self._troubles.get(key)
         if trouble is None:
             if len(self._troubles) >= REMEMBERED:  # they went elsewhere since, or there would not be so many
@@ -326,12 +321,12 @@ class Processor:
     def _attempts(self, work: Work) -> int:
         if not self._troubles:
             return 0
-        trouble = self._troubles.get(_identity(work.message))
+        trouble = self._troubles.get(identity(work.message))
         return 0 if trouble is None else trouble.attempts
 
     def _forget(self, work: Work) -> None:
         if self._troubles:
-            self._troubles.pop(_identity(work.message), None)
+            self._troubles.pop(identity(work.message), None)
 
     # -- letters -------------------------------------------------------------------------------------------------------
 
@@ -454,7 +449,7 @@ class _Readable(NamedTuple):
         """It says something else than the message of the same name."""
         known = self.arrival
         reason = f"event {known.event_id} was seen before in version {known.schema_version}, with another body"
-        return _Unfit(self.work, self.work.tenant, _by_content(known), LetterKind.ALTERED, reason)
+        return _Unfit(self.work, self.work.tenant, by_content(known), LetterKind.ALTERED, reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -476,98 +471,13 @@ class _Unfit:
 
     def renamed(self) -> _Unfit:
         """The same, if another message has had its name."""
-        return replace(self, arrival=_by_content(self.arrival))
-
-
-def letter_about(
-    consumer: str, message: Message, kind: LetterKind, reason: str, *, arrival: Arrival, attempts: int = 0
-) -> Letter:
-    """A letter that every database takes, whatever strangers have written into the message."""
-    headers = message.headers
-    topic, key = _fitting(message.topic, MAX_TOPIC), _fitting(message.key, MAX_KEY_BYTES)
-    return Letter(
-        consumer=consumer,
-        kind=kind,
-        reason=redacted(reason),
-        message=Message(topic, key, message.body, headers),
-        event_id=_event_id(headers) or (None if arrival.event_id == _identity(message)[1] else arrival.event_id),
-        event_type=_fitting(headers.get("event_type", ""), _MAX_NAME),
-        schema_version=arrival.schema_version,
-        tenant=_tenant_of(message),
-        attempts=max(1, attempts),
-    )
-
-
-def _tenant_of(message: Message) -> str | None:
-    """Whose it is; nobody's, if no tenant can be called so."""
-    tenant = message.headers.get("tenant_id")
-    try:
-        return None if tenant is None else check_tenant(tenant)
-    except (EventError, TenancyError):
-        return None
+        return replace(self, arrival=by_content(self.arrival))
 
 
 def _is_for_us(error: BaseException) -> bool:
     """Whether we are told to stop, and not a handler."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def _identity(message: Message) -> tuple[str | None, UUID]:
-    """Which message this is: by its event, or by all that it says if it names none."""
-    headers = message.headers
-    event_id = _event_id(headers)
-    if event_id is None:
-        said = [f"{name}={headers[name]}".encode() for name in sorted(headers)]
-        event_id = _name(message.topic.encode(), message.key.encode(), *said, message.body)
-    return headers.get("tenant_id"), event_id
-
-
-def arrival_in(incoming: Incoming) -> Arrival:
-    """An event that was read, as the inbox knows it. Some codecs keep its id in the body."""
-    context = incoming.context
-    return Arrival(_known_as(context.event_id), context.schema_version, digest_of(context.message.body))
-
-
-def arrival_of(message: Message) -> Arrival:
-    """A message that cannot be read, as the inbox knows it."""
-    return Arrival(_identity(message)[1], _schema_version(message), digest_of(message.body))
-
-
-def _by_content(arrival: Arrival) -> Arrival:
-    """Named by what it says, too, so that each of several messages with one name is told of once."""
-    name = _name(arrival.event_id.bytes, arrival.digest)
-    return Arrival(name, arrival.schema_version, arrival.digest)
-
-
-def _event_id(headers: Mapping[str, str]) -> UUID | None:
-    try:
-        found = UUID(headers["event_id"])
-    except (KeyError, ValueError):
-        return None
-    return _known_as(found)
-
-
-def _known_as(event_id: UUID) -> UUID:
-    """What the inbox calls an event: by its id, unless that is of a variant that nobody uses. MariaDB takes no such."""
-    return event_id if event_id.variant == RFC_4122 else _name(event_id.bytes)
-
-
-def _schema_version(message: Message) -> int:
-    version = message.headers.get("schema_version", "").removeprefix("v")
-    return int(version) if version.isdecimal() and len(version) < len(str(_VERSIONS)) else 0
-
-
-def _name(*parts: bytes) -> UUID:
-    content = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        content.update(len(part).to_bytes(8, "big") + part)
-    return UUID(bytes=content.digest(), version=5)
-
-
-def _fitting(text: str, limit: int) -> str:
-    """As much of a stranger's text as a column takes."""
-    return text.replace("\0", "?").encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
 def _as_edited(letter: Letter) -> Message:

@@ -35,7 +35,7 @@ from .. import clock
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming
 from ..consumers.home import Home
-from ..consumers.processing import arrival_in, arrival_of, letter_about
+from ..consumers.naming import arrival_in, arrival_of, letter_about
 from ..consumers.reading import Reader
 from ..errors import ConfigurationError, EventError, StoreError, UnknownEventError
 from ..inbox import UNDECIDING, Admission, Arrival, Inbox, LetterKind, Letters, LetterState, consumer_id
