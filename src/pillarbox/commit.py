@@ -1,8 +1,10 @@
 """COMMIT: the one moment when nobody but the database knows what happened.
 
-Two things are put right for every engine that a box works with. A cancelled task does not tear a COMMIT apart: the
-answer is waited for, and the cancellation arrives after it. And an error that is not an answer of the server becomes
-`CommitOutcomeUnknown`, so that nobody takes a lost answer for a failure and does the work twice.
+Three things are put right for every engine that a box works with. A cancelled task does not tear a COMMIT apart: the
+answer is waited for, and the cancellation arrives after it. An error that is not an answer of the server becomes
+`CommitOutcomeUnknown`, so that nobody takes a lost answer for a failure and does the work twice. And a transaction that
+PostgreSQL has given up, because a statement failed and somebody caught that, does not end with a COMMIT that undoes it
+without a word.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -48,6 +50,10 @@ class _Open:
 
 _open: dict[int, _Open] = {}
 """By the identity of the connection that will send COMMIT."""
+_doubtful: set[int] = set()
+"""Connections to PostgreSQL on which a statement has failed, by their identity. Unless a savepoint was rolled back
+since, COMMIT would undo everything, and be answered as if all were well.
+"""
 
 
 def remember(connection: object, written: Callable[[], Written]) -> int:
@@ -71,7 +77,12 @@ def guard_commits(engine: Engine) -> None:
     dialect: Any = engine.dialect
     if GUARDED in dialect.__dict__:
         return
-    plain_commit = dialect.do_commit
+
+    def plain_commit(dbapi_connection: Any, send: Callable[[Any], None] = dialect.do_commit) -> None:
+        if id(dbapi_connection) in _doubtful:
+            _doubtful.discard(id(dbapi_connection))
+            _ask(dbapi_connection)
+        send(dbapi_connection)
 
     def do_commit(dbapi_connection: Any) -> None:
         try:
@@ -90,6 +101,35 @@ def guard_commits(engine: Engine) -> None:
     dialect.do_commit = do_commit
     setattr(dialect, GUARDED, True)
     event.listen(engine, "handle_error", _throw_away)
+    if dialect.name == "postgresql":
+        event.listen(engine, "handle_error", _doubt)
+        event.listen(engine, "rollback", _trust)
+
+
+def _doubt(context: ExceptionContext) -> None:
+    if context.connection is not None and not context.is_disconnect and _is_there(context.connection):
+        _doubtful.add(id(context.connection.connection))
+
+
+def _trust(connection: Connection) -> None:
+    if _doubtful and _is_there(connection):
+        _doubtful.discard(id(connection.connection))
+
+
+def _is_there(connection: Connection) -> bool:
+    return not (connection.closed or connection.invalidated)
+
+
+def _ask(dbapi_connection: Any) -> None:
+    """Fail, if the transaction has, which is over then: after a COMMIT that failed, nobody rolls back."""
+    cursor = dbapi_connection.cursor()
+    try:
+        cursor.execute("SELECT 1")
+    except Exception:
+        dbapi_connection.rollback()
+        raise
+    finally:
+        cursor.close()
 
 
 def _throw_away(context: ExceptionContext) -> None:

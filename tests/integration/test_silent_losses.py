@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import cached_property
 from uuid import uuid4
 
@@ -197,6 +198,31 @@ async def test_a_failed_flush_in_an_inner_unit_of_work_undoes_only_that_one(box:
                 inner.add(Order.place(order_id=order.id))
         outer.publish(OrderNoted(note="after"), key="k")
     assert await written(box.engine) == ["placed", "noted", "noted"]
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_transaction_that_postgresql_has_given_up_does_not_commit(
+    postgres_database: Database, driver: str
+) -> None:
+    """It answers COMMIT with ROLLBACK, and drivers take that for a success."""
+    async with order_box(postgres_database.url(driver)) as box:
+        await set_up(box)
+        again = text("INSERT INTO pillarbox_lanes SELECT * FROM pillarbox_lanes")
+        with pytest.raises(DBAPIError, match="current transaction is aborted"):
+            async with box.unit_of_work() as uow:
+                uow.add(Order.place())
+                await uow.flush()
+                with suppress(IntegrityError):
+                    await uow.session.execute(again)
+        assert not uow.committed
+        assert await written(box.engine) == []
+        async with box.unit_of_work() as uow:
+            uow.add(Order.place())
+            await uow.flush()
+            with suppress(IntegrityError):
+                async with uow.session.begin_nested():
+                    await uow.session.execute(again)
+        assert await written(box.engine) == ["placed"], "a savepoint has kept it whole"
 
 
 async def test_an_outer_unit_of_work_cannot_end_while_an_inner_one_is_open(box: Pillarbox) -> None:
