@@ -110,6 +110,13 @@ class BoundSession(Session):
                 self.collector.take_over(given, copy)
         return merged
 
+    def merge_all(self, instances: Any, *, load: bool = True, options: Any = None) -> Any:
+        """That of SQLAlchemy (since 2.1) leads past `merge`. As there, nothing is flushed between two of them."""
+        if load:
+            self._autoflush()
+        with self.no_autoflush:
+            return [self.merge(instance, load=load, options=options) for instance in instances]
+
     def _copy_of(self, given: Aggregate) -> Aggregate:
         """The object of this session that stands for a merged one."""
         mapper = inspect(type(given))

@@ -268,6 +268,23 @@ class TestCollection:
             ("tests.order.repriced", "2"),
         ]
 
+    async def test_what_detached_aggregates_raised_is_written_if_they_are_merged_together(self, box: Pillarbox) -> None:
+        orders = [await placed(box), await placed(box)]
+        for order in orders:
+            order.reprice(7)
+        async with box.unit_of_work() as uow:
+            if hasattr(uow.session, "merge_all"):  # since SQLAlchemy 2.1
+                copies = await uow.session.merge_all(orders)
+            else:
+                copies = await uow.session.run_sync(lambda session: session.merge_all(orders))
+            assert [copy.id for copy in copies] == [order.id for order in orders]
+        assert await written(box.engine, "event_type", "version") == [
+            ("tests.order.placed", "1"),
+            ("tests.order.placed", "1"),
+            ("tests.order.repriced", "2"),
+            ("tests.order.repriced", "2"),
+        ]
+
     async def test_h20_an_event_without_a_changed_column_is_written(self, box: Pillarbox) -> None:
         order = await placed(box)
         async with box.unit_of_work() as uow:
