@@ -129,8 +129,8 @@ _CONDITIONS_REACH_ALL = not __version__.startswith("2.0.")
 def unconditional(state: ORMExecuteState) -> str | None:
     """What this statement is, if it names a tenant's class and yet the condition on the tenant would not hold in it."""
     statement: Any = state.statement
-    if isinstance(statement, FromStatement) and isinstance(statement.element, (TextClause, TextualSelect)):
-        return "a text that selects"
+    if isinstance(statement, FromStatement):
+        return _unconditional_within(statement.element)
     if state.is_insert:
         return "an INSERT statement (unlike an added object) for"
     if state.is_update and (isinstance(state.parameters, list) or "dml_strategy" in state.execution_options):
@@ -140,6 +140,13 @@ def unconditional(state: ORMExecuteState) -> str | None:
     if (state.is_update or state.is_delete) and _is_joined(statement):
         return "an UPDATE or DELETE that is joined to"
     return None
+
+
+def _unconditional_within(element: Any) -> str | None:
+    """The same, for what ``from_statement`` was given."""
+    if isinstance(element, (TextClause, TextualSelect)):
+        return "a text that selects"
+    return "an INSERT, UPDATE or DELETE within from_statement that names" if element.is_dml else None
 
 
 def _parts_of(statement: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ import greenlet
 from sqlalchemy import Connection, Engine, inspect
 from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-from sqlalchemy.orm import ORMExecuteState, Session, SessionTransaction, sessionmaker
+from sqlalchemy.orm import FromStatement, ORMExecuteState, Session, SessionTransaction, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
 from .aggregate import Aggregate, recorded_by
@@ -276,9 +276,15 @@ def _left(session: BoundSession, instance: object) -> None:
 
 
 def _refuse_bulk(state: ORMExecuteState) -> None:
-    if not (state.is_update or state.is_delete or state.is_insert) or state.execution_options.get(BULK_ALLOWED):
+    if not (state.is_update or state.is_delete or state.is_insert):
         return
-    table = getattr(state.statement, "table", None)
+    statement: Any = state.statement
+    if isinstance(statement, FromStatement):
+        statement = statement.element
+    # What is around a statement does not take over its options, and the mark may stand on either.
+    if state.execution_options.get(BULK_ALLOWED) or statement.get_execution_options().get(BULK_ALLOWED):
+        return
+    table = getattr(statement, "table", None)
     for owner in _subclasses(Aggregate):
         mapper = owner.__dict__.get("__mapper__")
         if mapper is not None and table in mapper.tables:

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import ForeignKey, String, create_engine, func, inspect, select, text, update
+from sqlalchemy import ForeignKey, String, create_engine, delete, func, insert, inspect, select, text, update
 from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.exc import IllegalStateChangeError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -244,6 +244,21 @@ class TestCollection:
                 with pytest.raises(BulkStatementError, match="pillarbox_bulk"):
                     await uow.session.execute(statement)
             await uow.session.execute(update(Order).values(total_cents=1).execution_options(pillarbox_bulk=True))
+
+    async def test_h19_bulk_statements_within_from_statement_are_refused_too(self, one_box: Pillarbox) -> None:
+        await placed(one_box)
+        changed = update(Order).values(total_cents=1).returning(Order)
+        removed = delete(Order).returning(Order)
+        added = insert(Order).values(id=uuid4(), total_cents=1).returning(Order)
+        async with one_box.unit_of_work() as uow:
+            for statement in (changed, removed, added):
+                with pytest.raises(BulkStatementError, match="pillarbox_bulk"):
+                    await uow.session.execute(select(Order).from_statement(statement))
+            for marked in (
+                select(Order).from_statement(changed).execution_options(pillarbox_bulk=True),
+                select(Order).from_statement(changed.execution_options(pillarbox_bulk=True)),
+            ):
+                assert [order.total_cents for order in await uow.session.scalars(marked)] == [1]
 
     async def test_h19_the_old_bulk_methods_are_refused_too(self, one_box: Pillarbox) -> None:
         def attempt(session: Session) -> None:
