@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, make_url, update
+from sqlalchemy import URL, Connection, Engine, StaticPool, make_url
 from sqlalchemy.exc import ArgumentError, InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -47,7 +47,6 @@ from .stores.letters import SqlLetters
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .stores.queue import QueueStore
-from .stores.tables import meta
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, Transport
@@ -238,15 +237,9 @@ class Pillarbox:
         """Bring the database to the schema of this release, and register the routes; how many steps that took."""
         from .stores.migrations import migrate  # noqa: PLC0415  Alembic is for those who migrate
 
-        def bring_up(connection: Connection) -> int:
-            steps = migrate(connection)
-            if steps and self._shards is not None:
-                connection.execute(update(meta).values(shards=self._shards))
-            return steps
-
         await sqlite.use_write_ahead_log(self.engine)
         async with self.engine.begin() as connection:
-            steps = await connection.run_sync(bring_up)
+            steps = await connection.run_sync(migrate, self._shards)
         await self.register()
         return steps
 

@@ -29,7 +29,7 @@ from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
-from pillarbox.stores.tables import lanes, metadata, outbox, routes
+from pillarbox.stores.tables import lanes, meta, metadata, outbox, routes
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
@@ -232,6 +232,15 @@ class TestShards:
             with pytest.raises(ConfigurationError, match="shards=8"):
                 async with box.unit_of_work() as uow:
                     uow.add(Order.place())
+
+    async def test_an_upgrade_does_not_change_it(self, engine: AsyncEngine) -> None:
+        for number in range(1, len(STEPS)):
+            await _run_step(engine, number)
+        async with order_box(engine, shards=2 * SHARDS) as box:
+            with pytest.raises(ConfigurationError, match=f"shards={2 * SHARDS}.*set up with {SHARDS}"):
+                await box.migrate()
+        async with engine.connect() as connection:
+            assert (await connection.execute(select(meta.c.shards))).scalar_one() == SHARDS
 
     def test_senseless_numbers_are_refused(self) -> None:
         for shards in (0, -1, 5000):

@@ -32,15 +32,17 @@ STEPS: tuple[Step, ...] = tuple(
 )
 
 
-def migrate(connection: Connection) -> int:
+def migrate(connection: Connection, shards: int | None = None) -> int:
     """Run the steps that are missing, in the connection's transaction; how many they were. Processes that do it at once
-    take turns.
+    take turns. ``shards`` is for tables that are made here: rows of others wait in the lanes that they were given.
     """
     with _taking_turns(connection):
         operations = Operations(MigrationContext.configure(connection))
         found = schema_version(connection)
         for number in range(found + 1, len(STEPS) + 1):
             run_step(operations, number)
+            if number == 1 and shards is not None:
+                connection.execute(tables.meta.update().values(shards=shards))
         return max(0, len(STEPS) - found)
 
 
