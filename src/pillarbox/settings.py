@@ -51,6 +51,8 @@ _DRIVERS = {
 }
 # A Kubernetes service called "pillarbox" puts these into every pod beside it.
 _KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
+# What was written there is not repeated in errors.
+_MAY_HOLD_SECRETS = ("database_url", "transports")
 _SECRET_OPTION = re.compile(r"pass|secret|token", re.IGNORECASE)
 
 
@@ -282,7 +284,7 @@ class _Given:
         if details["type"] == "extra_forbidden":
             return f"{where}: there is no such key; {_suggestion(key, KEYS)}"
         what = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        return f"{where}: {what}" + ("" if key == "database_url" else f"; it is {details['input']!r}")
+        return f"{where}: {what}" + ("" if details["loc"][0] in _MAY_HOLD_SECRETS else f"; it is {details['input']!r}")
 
 
 def variable(key: str) -> str:

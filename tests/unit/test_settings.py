@@ -176,6 +176,23 @@ def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "geheim" not in repr(settings) + str(settings) + settings.model_dump_json()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "transports: {broker: {url: 'pulsar://host', token: geheim}}",
+        "transports: {broker: ['pulsar://host?token=geheim']}",
+        "transports: pulsar://host?token=geheim",
+        "database_url: {password: geheim}",
+    ],
+)
+def test_a_mistake_beside_a_secret_does_not_show_it(write: Write, content: str) -> None:
+    write(content)
+    (line,) = mistakes()
+    assert line.startswith(content.partition(":")[0])
+    assert "should be a valid" in line
+    assert "geheim" not in line
+
+
 def test_a_url_without_a_password_is_shown_as_it_is() -> None:
     assert masked("sqlite+aiosqlite:///shop.db") == "sqlite+aiosqlite:///shop.db"
 
