@@ -49,13 +49,21 @@ def content_from_headers(headers: Mapping[str, str], payload: Mapping[str, Any])
             name=headers["event_type"],
             version=int(headers["schema_version"].removeprefix("v")),
             event_id=_uuid(headers["event_id"]),
-            occurred_at=datetime.fromisoformat(headers["occurred_at"]),
+            occurred_at=parse_moment(headers["occurred_at"]),
             payload=payload,
         )
     except KeyError as missing:
         raise UnknownEventError(f"the message has no header {missing.args[0]!r}") from None
     except ValueError as error:
         raise UnknownEventError(f"the message has an unreadable header: {error}") from None
+
+
+def parse_moment(written: str) -> datetime:
+    """A point in time. Without a time zone it is none, and cannot be compared with others: `ValueError`."""
+    found = datetime.fromisoformat(written)
+    if found.utcoffset() is None:
+        raise ValueError(f"the time {written!r} has no time zone")
+    return found
 
 
 def _uuid(written: str) -> UUID:

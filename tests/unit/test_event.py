@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -359,6 +360,16 @@ class TestVersions:
             )
         with pytest.raises(UnknownEventError, match="specversion"):
             CloudEventsCodec().decode(b"{}", {})
+
+    def test_a_time_without_a_zone_is_an_error(self) -> None:
+        when, event_id = "2026-01-01T00:00:00", str(uuid4())
+        headers = {"event_type": "a.b", "schema_version": "v1", "event_id": event_id, "occurred_at": when}
+        with pytest.raises(UnknownEventError, match=f"unreadable header.*{when}.*no time zone"):
+            JsonCodec().decode(b"{}", headers)
+        envelope = {"specversion": "1.0", "type": "a.b", "schemaversion": "v1", "id": event_id, "time": when}
+        body = json.dumps({**envelope, "data": {}}).encode()
+        with pytest.raises(UnknownEventError, match=f"cannot be read.*{when}.*no time zone"):
+            CloudEventsCodec().decode(body, {})
 
     @pytest.mark.parametrize("form", ["{}", "{{{}}}", "urn:uuid:{}"])
     def test_an_id_may_be_written_in_all_ways(self, form: str) -> None:

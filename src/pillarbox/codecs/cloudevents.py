@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from uuid import UUID
 
 import msgspec
 
-from ..codec import Content
+from ..codec import Content, parse_moment
 from ..errors import UnknownEventError
 from .json import parse_object
 
@@ -59,7 +58,7 @@ class CloudEventsCodec:
                 name=str(envelope["type"]),
                 version=int(str(envelope["schemaversion"]).removeprefix("v")),
                 event_id=UUID(str(envelope["id"])),
-                occurred_at=datetime.fromisoformat(str(envelope["time"])),
+                occurred_at=parse_moment(str(envelope["time"])),
                 payload=data,
             )
         except KeyError as missing:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 
 from .. import clock, telemetry
+from ..codec import parse_moment
 from ..errors import ConfigurationError, StoreError
 from ..inbox import Inbox, LetterFilter, LetterKind, Letters, Redriven, consumer_id
 from ..projections.projection import Projection
@@ -385,8 +386,7 @@ class Consumer:
 
 def _occurred_at(work: Work) -> datetime | None:
     with suppress(KeyError, ValueError):
-        moment = datetime.fromisoformat(work.message.headers["occurred_at"])
-        return moment if moment.tzinfo is not None else None
+        return parse_moment(work.message.headers["occurred_at"])
     return None
 
 
