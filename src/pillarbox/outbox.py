@@ -22,6 +22,7 @@ from uuid import UUID
 import msgspec
 
 from .cursor import RowAt
+from .errors import RouteError
 from .retry import RetryPolicy
 
 SHARDS = 16
@@ -84,6 +85,14 @@ class RouteRecord(msgspec.Struct, frozen=True):
     def needs(self) -> str:
         """What a relay must have in order to serve it: a transport, or a handler."""
         return f"{BUS}:{self.topic}" if self.destination == BUS else self.destination
+
+    def check_lanes(self, shard_by: str) -> None:
+        """`RouteError` if the lanes of its rows were chosen by something else: new ones would overtake those."""
+        if self.shard_by != shard_by:
+            raise RouteError(
+                f"the route {self.name!r} says shard_by={self.shard_by!r}, but its lanes are chosen by {shard_by!r}, "
+                "and later rows would overtake those that wait: say that again, or, when none waits, give it a new name"
+            )
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -405,7 +414,8 @@ class Appends(Protocol):
         """Make route and lane rows that are missing, and bring changed ones up to date; the number of shards comes
         back.
 
-        Safe to call from many processes at once. Nothing is registered if the transaction rolls back.
+        What lanes are chosen by stays as it is: `RouteError` for a route that says otherwise. Safe to call from many
+        processes at once. Nothing is registered if the transaction rolls back.
         """
         ...
 

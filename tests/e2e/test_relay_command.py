@@ -127,7 +127,8 @@ class Town:
     async def _publish(self, keys: Any, *, by_tenant: bool = False) -> None:
         engine = create_async_engine(self.url)
         shard_by: Literal["key", "tenant"] = "tenant" if by_tenant else "key"
-        route = Route("tests.relay.*", to="broker", topic="counted", name="counted", shard_by=shard_by)
+        name = "counted-by-tenant" if by_tenant else "counted"
+        route = Route("tests.relay.*", to="broker", topic="counted", name=name, shard_by=shard_by)
         async with Pillarbox(engine, transports={"broker": LoggingTransport()}, routes=[route]) as box:
             await box.migrate()
             for key in keys:

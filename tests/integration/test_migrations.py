@@ -16,12 +16,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
+from msgspec.structs import replace
 from sqlalchemy import Connection, create_engine, insert, inspect, make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 import pillarbox.alembic
 from pillarbox import Pillarbox
-from pillarbox.errors import ConfigurationError, NotMigratedError
+from pillarbox.errors import ConfigurationError, NotMigratedError, RouteError
 from pillarbox.inbox import Admission, Arrival, consumer_id, digest_of
 from pillarbox.outbox import SHARDS, Batch
 from pillarbox.stores.columns import from_now
@@ -110,6 +111,26 @@ class TestMigrate:
         lane = await store.announce(lane, Batch(items=[row.id for row in page.fresh]), settle=False)
         await store.settle(lane)
         assert {row.status for row in await _rows(engine)} == {"SENT"}
+
+    @pytest.mark.parametrize(("first", "then"), [("key", "tenant"), ("tenant", "key")])
+    async def test_what_lanes_are_chosen_by_is_said_once_after_an_upgrade(
+        self, engine: AsyncEngine, first: str, then: str
+    ) -> None:
+        """Earlier releases knew it, and did not write it down."""
+        for number in range(1, 7):
+            await _run_step(engine, number)
+        store = QueueStore(engine)
+        async with engine.begin() as connection:
+            await connection.run_sync(_register_as_before)
+        assert await _migrate(engine) == len(STEPS) - 6
+        [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+        assert lane.route == ROUTE
+        for _ in range(2):
+            async with engine.begin() as connection:
+                await connection.run_sync(store.register, [replace(ROUTE, shard_by=first)])
+        async with engine.begin() as connection:
+            with pytest.raises(RouteError, match=f"shard_by='{then}', but its lanes are chosen by '{first}'"):
+                await connection.run_sync(store.register, [replace(ROUTE, shard_by=then)])
 
     async def test_the_receiving_end_is_added_to_what_is_there(self, engine: AsyncEngine) -> None:
         for number in range(1, 6):

@@ -142,6 +142,8 @@ class MemoryStore:
                 raise StoreError(
                     f"the routes {known.name!r} and {record.name!r} have the same number: rename the newer one"
                 )
+            if known is not None:
+                record.check_lanes(known.shard_by)
             self._routes[record.id] = record
             for shard in range(self._shards):
                 self._lanes.setdefault(LaneName(record.id, shard), _LaneRow())

@@ -66,7 +66,7 @@ routes = Table(
     Column("retry_base", Double, nullable=False),
     Column("retry_cap", Double, nullable=False),
     Column("retry_attempts", Integer, nullable=False),
-    Column("shard_by", String(10), nullable=False, server_default="key"),
+    Column("shard_by", String(10)),  # null: nobody has said it since there is this column
     Column("updated_at", Utc, nullable=False),
 )
 

@@ -8,4 +8,4 @@ from alembic.operations import Operations
 
 def upgrade(op: Operations) -> None:
     """Add a column. Whoever writes by a route says what it is when it starts the next time."""
-    op.add_column("pillarbox_routes", sa.Column("shard_by", sa.String(10), nullable=False, server_default="key"))
+    op.add_column("pillarbox_routes", sa.Column("shard_by", sa.String(10)))

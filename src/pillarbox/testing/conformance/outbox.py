@@ -21,7 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from ... import clock
-from ...errors import BatchMismatchError, DuplicateEventError, LeaseLostError, StoreError
+from ...errors import BatchMismatchError, DuplicateEventError, LeaseLostError, RouteError, StoreError
 from ...outbox import (
     Batch,
     Delivery,
@@ -150,6 +150,13 @@ class OutboxStoreContract:
         lanes = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1000})
         assert [lane.shard for lane in lanes] == list(range(shards))
         assert {lane.route.on_failure for lane in lanes} == {FailurePolicy.SKIP}
+
+    async def test_what_lanes_are_chosen_by_is_not_changed(self, world: World) -> None:
+        await world.register(ROUTE)
+        with pytest.raises(RouteError, match="shard_by='tenant', but its lanes are chosen by 'key'"):
+            await world.register(replace(ROUTE, shard_by="tenant"))
+        [lane] = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1})
+        assert lane.route.shard_by == "key"
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
