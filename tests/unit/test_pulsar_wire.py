@@ -330,8 +330,8 @@ async def test_a_peer_that_is_heard_of_is_kept() -> None:
             peer.say(pong=wire.Pong())
 
     async with peer_that(answers_pings) as (endpoint, peers):
-        connection = await connected(endpoint, keep_alive=0.02)
-        await soon(lambda: sum(each.type == Type.PING for each in peers[0].heard) >= 5)
+        connection = await connected(endpoint, keep_alive=0.1)
+        await soon(lambda: sum(each.type == Type.PING for each in peers[0].heard) >= 3)
         assert connection.lost is None
         peers[0].say(ping=wire.Ping())
         await soon(lambda: peers[0].heard[-1].type == Type.PONG)
@@ -377,11 +377,11 @@ async def test_a_token_that_is_not_to_be_had_again_ends_the_connection() -> None
 
 async def test_a_slow_token_is_not_the_fault_of_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow() -> str:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)
         return "token"
 
     async with peer_that(well_behaved) as (endpoint, _):
-        connection = await Connection.open(endpoint, Token(slow), patience=0.05)
+        connection = await Connection.open(endpoint, Token(slow), patience=0.5)
         connection.close()
         monkeypatch.setattr(credentials, "TIMEOUT", 0.01)
         with pytest.raises(TimeoutError, match="credentials were not to be had"):
@@ -890,6 +890,7 @@ async def test_when_no_topic_can_be_opened_it_is_the_broker_and_not_the_topics(
             assert not isinstance(away.value, TopicsRefusedError)
             assert broker.asked["orders"] == tries, "it is tried each time"
         broker.spoilt.clear()
+        transport._timeout = 5.0
         assert await transport.open("lane", ["orders", "invoices"]) == {"orders": 7, "invoices": 7}
 
 
