@@ -435,6 +435,14 @@ class TestTrace:
         assert "refused" not in pillarbox("trace", event).stdout
 
     @on_sqlite
+    def test_a_time_that_is_none_is_not_told(self, pillarbox: CommandLine, filled: Database) -> None:
+        event = event_of(pillarbox, "A")
+        for time in ("2026-01-01T00:00:00", "yesterday"):
+            execute(filled, f"UPDATE pillarbox_outbox SET headers = json_set(headers, '$.occurred_at', '{time}')")
+            steps = [each["what"] for each in pillarbox.json("trace", event)["steps"] if each["route"] == BROKER]
+            assert steps == ["written", "pending"]
+
+    @on_sqlite
     @pytest.mark.usefixtures("filled")
     def test_an_event_that_is_not_there(self, pillarbox: CommandLine) -> None:
         assert f"the outbox has no event {ABSENT}" in pillarbox.complaint("trace", ABSENT, code=Exit.PROBLEM)

@@ -12,6 +12,7 @@ from uuid import UUID
 import click
 from sqlalchemy import Connection
 
+from ..codec import parse_moment
 from ..outbox import Status
 from ..stores import inspection
 from ..stores.inspection import AuditEntry, Details
@@ -90,7 +91,7 @@ def _steps(delivery: Details) -> Iterator[Step]:
 
     if delivery.occurred_at is not None:
         with suppress(ValueError):  # a header, and people edit headers
-            yield step(datetime.fromisoformat(delivery.occurred_at), RAISED, delivery.event_type)
+            yield step(parse_moment(delivery.occurred_at), RAISED, delivery.event_type)
     yield step(delivery.created_at, "written", f"row {delivery.id}, shard {delivery.shard}, key {delivery.key}")
     if delivery.attempts:  # a redrive forgets them, and keeps the last error
         yield step(None, f"refused {number(delivery.attempts, 'time')}", delivery.last_error)
