@@ -287,7 +287,7 @@ class Pillarbox:
         ordered: bool = False,
     ) -> None:
         """Record an event in a bound session. See `EventPublisher.publish`."""
-        sessions.collector_of(session).publish(event, key, tenant, ordered=ordered)
+        sessions.bound_session(session).collector.publish(event, key, tenant, ordered=ordered)
 
     def publisher(self, session: Session | AsyncSession) -> EventPublisher:
         """The port for application code that should not see the session."""
@@ -474,8 +474,8 @@ class Pillarbox:
 
     async def within(self, uow: UnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
         """Call a function of a connection, in the transaction of a unit of work."""
-        # Not by the session's own method: this is no statement of the user's.
-        return await uow.session.run_sync(lambda session: function(Session.connection(session), *arguments))
+        bound = sessions.bound_session(uow.session)
+        return await uow.session.run_sync(lambda _: bound.lend_connection(function, *arguments))
 
     async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
         """Call a function of a connection, in a transaction of its own, which is committed."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import greenlet
 from sqlalchemy import Connection, Engine, inspect
@@ -31,6 +31,8 @@ from .aggregate import Aggregate, recorded_by
 from .collector import Collector, Outbox
 from .commit import GUARDED
 from .errors import BulkStatementError, ConcurrencyError, SessionError, SessionNotBoundError, SessionSharedError
+
+_Found = TypeVar("_Found")
 
 BULK_ALLOWED = "pillarbox_bulk"
 """Execution option that marks a bulk statement on an aggregate as meant: it will raise no events."""
@@ -158,6 +160,11 @@ class BoundSession(Session):
         self.pillarbox.tenancy.check_raw_connection(self, kwargs.get("execution_options"))
         return super().connection(*args, **kwargs)
 
+    def lend_connection(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Call a function of the connection that this transaction has. Its statements are ours, and no user's."""
+        with self._alone():
+            return function(Session.connection(self), *arguments)
+
     def _is_clean(self) -> bool:
         # COMMIT and savepoints ask this to see whether a flush is needed: a session with nothing but events needs one.
         # A rollback asks it, too, to see what came after it; what is still there then goes with the transaction.
@@ -212,15 +219,15 @@ def bind(maker: Any, outbox: Outbox) -> None:
         raise SessionError(f"bind takes a sessionmaker or async_sessionmaker, got {type(maker).__name__}")
 
 
-def collector_of(session: Session | AsyncSession) -> Collector:
-    """The collector of a bound session."""
+def bound_session(session: Session | AsyncSession) -> BoundSession:
+    """The session of a box that this is."""
     plain = session.sync_session if isinstance(session, AsyncSession) else session
     if not isinstance(plain, BoundSession):
         raise SessionNotBoundError(
             "this session does not belong to the box: make it with a sessionmaker that went through box.bind(...), "
             "or use box.unit_of_work()"
         )
-    return plain.collector
+    return plain
 
 
 def _bound_class(base: type[Session], outbox: Outbox) -> type[Session] | None:

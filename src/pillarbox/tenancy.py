@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, MetaData, event, false, inspect, text
 from sqlalchemy.orm import (
@@ -112,7 +113,7 @@ class Tenancy:
         if self._row_security:
             self._announce(session, connection)
         if scoped_tables:
-            event.listen(connection, "before_cursor_execute", _refuse_strangers(session))
+            _watch(connection, session)
 
     def _announce(self, session: Session, connection: Connection) -> None:
         tenant = session.info[_ANNOUNCED] = self.of(session)
@@ -279,11 +280,24 @@ def _refuse(name: str | None, kind: str) -> None:
         )
 
 
-def _refuse_strangers(session: Session) -> Callable[..., None]:
-    """Listener for the connection of a session. What the session itself executes was checked; all else was not."""
+_sessions_on: WeakKeyDictionary[Connection, WeakSet[Session]] = WeakKeyDictionary()
+
+
+def _watch(connection: Connection, session: Session) -> None:
+    """A connection has one session, or many one after the other or side by side if somebody gave it to them."""
+    if connection not in _sessions_on:
+        sessions = _sessions_on[connection] = WeakSet()
+        event.listen(connection, "before_cursor_execute", _refuse_strangers(sessions))
+    _sessions_on[connection].add(session)
+
+
+def _refuse_strangers(sessions: WeakSet[Session]) -> Callable[..., None]:
+    """Listener for a connection. What its sessions execute themselves was checked; all else was not."""
 
     def before_cursor_execute(_conn: Any, _cursor: Any, sql: str, _values: Any, context: Any, _many: bool) -> None:
-        if not getattr(session, "busy", False) and not _is_unscoped(session, context.execution_options):
+        if any(getattr(session, "busy", False) for session in sessions):
+            return
+        if any(it.in_transaction() and not _is_unscoped(it, context.execution_options) for it in sessions):
             _refuse(table_in(sql), "what is executed on a raw connection, here on")
 
     return before_cursor_execute

@@ -27,7 +27,7 @@ from . import telemetry
 from .aggregate import Aggregate
 from .commit import uninterrupted
 from .errors import SessionError, SessionSharedError
-from .session import SEALED, collector_of
+from .session import SEALED, bound_session
 from .tenancy import Tenancy
 
 logger = logging.getLogger("pillarbox")
@@ -51,7 +51,7 @@ class SessionPublisher:
     """`EventPublisher` for a session of one's own."""
 
     def __init__(self, session: Session | AsyncSession) -> None:
-        self._collector = collector_of(session)
+        self._collector = bound_session(session).collector
 
     def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         self._collector.publish(event, key, tenant, ordered=ordered)
@@ -94,7 +94,7 @@ class UnitOfWork:
     @property
     def committed(self) -> bool:
         """Whether the newest transaction has committed. Right also for a task that was cancelled meanwhile."""
-        return self._session is not None and collector_of(self._session).committed
+        return self._session is not None and bound_session(self._session).collector.committed
 
     # -- what people do with it ----------------------------------------------------------------------------------------
 
@@ -102,13 +102,13 @@ class UnitOfWork:
         """Add objects to the session. A plain aggregate, which no table knows, is asked for its events only."""
         for item in objects:
             if isinstance(item, Aggregate) and not hasattr(type(item), "__mapper__"):
-                collector_of(self.session).attach(item, new=True)
+                bound_session(self.session).collector.attach(item, new=True)
             else:
                 self.session.add(item)
 
     def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         """See `EventPublisher.publish`."""
-        collector_of(self.session).publish(event, key, tenant, ordered=ordered)
+        bound_session(self.session).collector.publish(event, key, tenant, ordered=ordered)
 
     async def flush(self) -> None:
         """Write what has changed and what was raised, without committing."""

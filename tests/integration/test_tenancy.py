@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy import (
     Column,
+    Connection,
     Executable,
     ForeignKey,
     Integer,
@@ -49,6 +50,7 @@ from sqlalchemy.orm import (
 
 from pillarbox import IntegrationEvent, Pillarbox, Route, TenancyError, TenantScoped, event_context
 from pillarbox.errors import ConfigurationError, HeaderError
+from pillarbox.session import bound_session
 from pillarbox.tenancy import UNSCOPED, check_role, row_level_security, session_tenant
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import written
@@ -150,8 +152,8 @@ async def acme(box: Pillarbox) -> AsyncIterator[AsyncSession]:
         yield session
 
 
-def session_of(box: Pillarbox, tenant: str | None) -> AsyncSession:
-    session = box.bind(async_sessionmaker(box.engine))()
+def session_of(box: Pillarbox, tenant: str | None, bind: AsyncConnection | None = None) -> AsyncSession:
+    session = box.bind(async_sessionmaker(bind or box.engine))()
     box.tenancy.assign(session.sync_session, tenant)
     return session
 
@@ -229,6 +231,27 @@ class TestS01Refused:
             await connection.exec_driver_sql('SELECT * FROM "tenancy_notes"')
         assert (await connection.execute(select(Reminder.id))).scalars().all() == [10, 20]
         assert await acme.scalar(select(func.count()).select_from(Note)) == 2, "the session itself goes on"
+
+    async def test_our_own_statements_may_use_words_that_are_names_of_tenant_tables(self, acme: AsyncSession) -> None:
+        def count(connection: Connection, tenant: str) -> int:
+            return len(connection.execute(text("SELECT :tenant AS tenancy_notes"), {"tenant": tenant}).all())
+
+        assert await acme.run_sync(lambda session: bound_session(session).lend_connection(count, "acme")) == 1
+
+    async def test_sessions_that_were_given_one_connection_do_not_refuse_each_other(self, box: Pillarbox) -> None:
+        async with box.engine.connect() as connection:
+            for tenant in ("acme", "globex"):
+                async with session_of(box, tenant, bind=connection) as session:
+                    assert {note.tenant_id for note in await session.scalars(select(Note))} == {tenant}
+            async with (
+                session_of(box, "acme", bind=connection) as one,
+                session_of(box, "globex", bind=connection) as other,
+            ):
+                for session in (one, other, one):
+                    assert len((await session.scalars(select(Note))).all()) == 2
+                with pytest.raises(TenancyError, match="raw connection"):
+                    await connection.execute(select(NOTES))
+            assert len((await connection.execute(select(NOTES))).all()) == 4, "nobody's session, nobody's rules"
 
     async def test_s01_an_update_may_not_move_rows_to_another_tenant(self, acme: AsyncSession) -> None:
         moves: list[tuple[Executable, Any]] = [

@@ -123,7 +123,8 @@ class SessionWriters(Writers):
     def _publish(self, session: Session, frames: list[list[tuple[UUID, Key]]]) -> None:
         key = self._world.draw.choice(self._keys)
         if key.tenant is not None:  # the others are accounts
-            sessions.collector_of(session).publish(event := self._event_of(), key.key, key.tenant, ordered=False)
+            event = self._event_of()
+            sessions.bound_session(session).collector.publish(event, key.key, key.tenant, ordered=False)
             frames[-1].append((event.event_id, key))
 
     def _event_of(self) -> Moved:
