@@ -149,8 +149,8 @@ async def test_h117_a_turn_in_the_log_is_led_to_the_right_index(fresh_database: 
     if analyzed == "now":
         await _run(engine, _ANALYZE["postgresql"])
     await store.release("r", [lane])
-    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
     with _recorded(engine) as statements:
+        [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
         async with engine.begin() as connection:
             await connection.run_sync(store.append, [delivery("late") for _ in range(8)])
             async with engine.begin() as other:

@@ -547,6 +547,7 @@ DISCARDED = text(
         SELECT o.id, o.xid FROM pillarbox_outbox o
         WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
           AND o.id = f.row_id
+        ORDER BY o.id LIMIT 1
     ) o
     WHERE f.status = 'DISCARDED' AND NOT pillarbox_covered(pillarbox_cursor(p.cursor, p.detours, f.tenant), o.id, o.xid)
     """
