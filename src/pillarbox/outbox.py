@@ -229,7 +229,8 @@ class Failure(msgspec.Struct, frozen=True):
     attempts: int
     """Including this one, if it counts."""
     error: str | None
-    """Already redacted; None for a row that shared a request with a rejected one."""
+    """Already redacted; None for a row that shared a request with a rejected one, or that gets attempts back: then it
+    is passed over if it was dealt with meanwhile."""
     retry_after: float | None
     """Seconds until it is due; None: it is dead and needs a person."""
 

@@ -317,6 +317,15 @@ async def test_h102_a_snapshot_from_before_what_was_seen_halts_the_lane(here: Ou
         await here.look(replace(lane, cursor=cursor))
 
 
+async def test_h102_a_lane_whose_last_writes_a_crash_has_taken_is_taken_up_again(here: Outbox) -> None:
+    """They did not wait for the disk. The lane's row is what it was before them, so it is whole, but not ours."""
+    await here.write("a1")
+    lane = await here.take()
+    forgotten = Cursor(1, Snapshot(lane.cursor.seen.xmin, lane.cursor.seen.xmax + 100_000))
+    with pytest.raises(LeaseLostError):
+        await here.look(replace(lane, batch=lane.batch + 1, cursor=forgotten))
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 40), (20, 20), (45, 5)])
 def test_h102_a_look_from_before_a_failover_is_not_announced_after_it(
     servers: Servers, use_server: Callable[[str], Server], before: int, after: int

@@ -251,3 +251,46 @@ def _recorded(engine: AsyncEngine, of: str = outbox.name) -> Iterator[list[tuple
         patch.setattr(cursor, "execute", recording)
         patch.setattr(asyncpg.Connection, "fetch", fetch)
         yield statements
+
+
+@pytest.mark.parametrize("analyzed", ["never", "while they were parked", "now"])
+@pytest.mark.parametrize("kind", ["log", "queue"])
+async def test_h117_the_first_of_a_key_is_one_probe_however_many_wait(
+    fresh_database: FreshDatabase, kind: str, analyzed: str
+) -> None:
+    engine = create_async_engine(fresh_database("embedded").url())
+    store, waiting = (LogStore(engine), "pillarbox_failures") if kind == "log" else (QueueStore(engine), outbox.name)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.execute(update(meta).values(store=kind))
+        await connection.run_sync(store.register, [ROUTE])
+        await connection.run_sync(store.append, [delivery("k", tenant=None) for _ in range(2_000)])
+    await _run(engine, _PARK[kind])
+    if analyzed == "while they were parked":
+        await _run(engine, f"ANALYZE {waiting}")
+    await _run(engine, f"UPDATE {waiting} SET status = 'RETRYING', available_at = now()")
+    if analyzed == "now":
+        await _run(engine, f"ANALYZE {waiting}")
+    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    with _recorded(engine, of=waiting) as statements:
+        await store.ready([ROUTE.id], relay="r")
+        assert len((await store.poll(lane, limit=100)).redo) == 100
+    firsts = [
+        (statement, values) for statement, values in statements if f"{waiting} b" in statement.replace(" AS ", " ")
+    ]
+    assert len(firsts) > 1
+    async with engine.connect() as connection:
+        for statement, parameters in firsts:
+            found = await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+            plan = [str(row[-1]) for row in found]
+            probes = [line for line in plan if f"on {waiting} b" in line]
+            assert probes, "\n".join(plan)
+            assert all("->  Index" in line for line in probes), "\n".join(plan)
+    await engine.dispose()
+
+
+_PARK = {
+    "log": "INSERT INTO pillarbox_failures (route, shard, row_id, key, status) "
+    "SELECT route, shard, id, key, 'PARKED' FROM pillarbox_outbox",
+    "queue": "UPDATE pillarbox_outbox SET status = 'PARKED'",
+}

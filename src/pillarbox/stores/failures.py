@@ -90,6 +90,9 @@ class Failures:
         self, failures: Sequence[Failure], batch: Collection[int], counted: Mapping[int, int] | None = None
     ) -> None:
         """These rows, of the batch or failed before, are tried again later, or not at all."""
+        again = [failure.row for failure in failures if not failure.error and failure.row not in batch]
+        gone = {*again} - {row for row, failed in self._failed(again).items() if failed.status in _WAITING}
+        failures = [failure for failure in failures if failure.row not in gone]
         before = self._admit([failure.row for failure in failures], batch, _WAITING)
         written = []
         for failure in failures:
@@ -121,12 +124,6 @@ class Failures:
             self._touched |= {failed.key for failed in self._failed(ids).values()}
             for statement in sql.DONE:
                 self._connection.execute(statement, {**self._place, "ids": ids})
-
-    def free_parked(self) -> None:
-        """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what
-        waits.
-        """
-        self._touched |= {Key(*row) for row in self._connection.execute(sql.PARKED, self._place)}
 
     def after(self, lane: Lane) -> Lane:
         """What is true of the lane after all that: who is first of the keys, and which keys wait."""
@@ -222,7 +219,9 @@ class Failures:
         if failed is None or failed.status not in (Status.FAILED, Status.RETRYING) or event_id is None or body is None:
             return
         asked = {**self._place, "row_id": row, "ids": [row], "event_id": str(event_id), "body": body}
-        [values] = self._connection.execute(sql.REDONE, asked)
+        values = self._connection.execute(sql.REDONE, asked).first()
+        if values is None:  # somebody has deleted the row by hand
+            return
         if self._connection.execute(sql.TAKEN, {**asked, "schema_version": values[-1]}).first() is not None:
             return  # this very edit perhaps: asked twice, it is done once
         old = row_of(values)

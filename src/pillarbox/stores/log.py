@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..cursor import Cursor, RowAt, Snapshot, Window
 from ..errors import BatchMismatchError, LaneHaltedError, StoreError
-from ..outbox import Ahead, Announcement, Batch, Failure, FailurePolicy, Lane, LaneName, Page, Row, Shards, digest
+from ..outbox import Ahead, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
 from .failures import Failures, decode_headers, place, row_of
@@ -54,14 +54,6 @@ class LogStore(QueueStore):
         self._rows = RowReader()
         self._places: dict[LaneName, str] = {}
         """Where we have left the rows of lanes, on the disk."""
-
-    async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
-    ) -> list[Lane]:
-        taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
-        skipping = [it for it in taken if it.cursor and it.waiting and it.route.on_failure is FailurePolicy.SKIP]
-        free = {lane.name: await self.all_or_nothing(_free_parked, lane) for lane in skipping}
-        return [free.get(lane.name, lane) for lane in taken]
 
     def _take(self, connection: Connection, *arguments: Any) -> list[Lane]:
         guards = connection.execute(sql.GUARDS).one()
@@ -116,6 +108,13 @@ class LogStore(QueueStore):
             )
         self._warned = True
 
+    def free_parked(self, connection: Connection, lane: Lane) -> None:
+        if lane.cursor is None:
+            super().free_parked(connection, lane)
+        else:
+            fenced(connection, lane, tries=lane.tries)
+            connection.execute(sql.FREE_PARKED, place(lane))
+
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
         queues = await super().ready(routes, relay=relay)
         return queues | await self.each_alone(_ready, sorted(routes), relay)
@@ -131,13 +130,22 @@ class LogStore(QueueStore):
     ) -> Page:
         if lane.cursor is None:
             return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
-        room = _Room(limit, max_bytes, self._rows)
+        try:
+            return await self._look(lane, _Room(limit, max_bytes, self._rows), sorted(paused), detour)
+        except LaneHaltedError:
+            # A server that crashed may have forgotten what did not wait for its disk, and with it what we have seen.
+            # Then the lane is where it was a moment before, for whoever takes it.
+            if not await self._is_ours(lane):
+                raise lease_lost(lane) from None
+            raise
+
+    async def _look(self, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
         if self._rows.at_a_glance and not (lane.waiting or lane.detours or paused or detour):
             found, late = await self._glance(lane, room)
             if found is not None and not found.asked:
                 return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)
             room = room._replace(late=late)
-        return await self.each_alone(_poll, lane, room, sorted(paused), detour)
+        return await self.each_alone(_poll, lane, room, paused, detour)
 
     async def _glance(self, lane: Lane, room: _Room) -> tuple[_Found | None, bool | None]:
         start = position(lane)
@@ -187,7 +195,7 @@ class LogStore(QueueStore):
             if changes:
                 raise StoreError("there is no announced batch to amend")
             # Nothing depends on it but whether we go on, so nothing is written.
-            if not await self.fetch(sql.STILL_OURS, {**_fence(lane), "was_announced": None, "server": None}):
+            if not await self._is_ours(lane):
                 raise lease_lost(lane)
             return lane
         return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
@@ -207,6 +215,10 @@ class LogStore(QueueStore):
         if lane.cursor is None:
             return await super().rebuild(lane)
         return await self.each_alone(_rebuild, lane)
+
+    async def _is_ours(self, lane: Lane) -> bool:
+        was_announced = stored(lane.announced)["announced"]
+        return bool(await self.fetch(sql.STILL_OURS, {**_fence(lane), "was_announced": was_announced, "server": None}))
 
     async def _write_at_once(
         self, lane: Lane, following: Lane, look: Look | None = None, *, relaxed: bool = False
@@ -683,10 +695,3 @@ def _amend(
     book.fail(failures, batch, contents.attempts)
     book.park(parked, batch)
     return book.after(replace(lane, announced=amended))
-
-
-def _free_parked(connection: Connection, lane: Lane) -> Lane:
-    fenced(connection, lane, tries=lane.tries)
-    failures = Failures(connection, lane)
-    failures.free_parked()
-    return failures.after(lane)

@@ -317,9 +317,11 @@ class MemoryStore:
         kept = self._fenced(lane)
         self._check_rows(lane, batch.items, _UNTRIED_OR_WAITING)
         self._check_rows(lane, batch.parked, _UNTRIED_OR_WAITING)
-        self._check_rows(lane, [failure.row for failure in batch.failures], (*_UNTRIED_OR_WAITING, Status.FAILED))
+        open_rows = (*_UNTRIED_OR_WAITING, Status.FAILED)
+        failures = [it for it in batch.failures if it.error or self._rows[it.row].status in open_rows]
+        self._check_rows(lane, [failure.row for failure in failures], open_rows)
         self._mark_sent(kept)
-        touched = [*self._keys_of(batch.items), *self._fail(batch.failures), *self._park(batch.parked)]
+        touched = [*self._keys_of(batch.items), *self._fail(failures), *self._park(batch.parked)]
         kept.batch += 1
         kept.tries = 0
         kept.announced = None

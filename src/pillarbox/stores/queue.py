@@ -53,9 +53,24 @@ class QueueStore(Appender, Leases):
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
-        skipping = [lane for lane in taken if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP]
-        free = {lane.name: await self.all_or_nothing(_free_parked, lane) for lane in skipping}
-        return [free.get(lane.name, lane) for lane in taken]
+        try:
+            for lane in taken:
+                if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
+                    await self.all_or_nothing(self.free_parked, lane)
+        except Exception:
+            await self.release(relay, taken)
+            raise
+        return taken
+
+    def free_parked(self, connection: Connection, lane: Lane) -> None:
+        """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what
+        waits.
+        """
+        fenced(connection, lane, tries=lane.tries)
+        parked = select(func.min(outbox.c.id)).where(_of(lane), is_(Status.PARKED))
+        firsts = connection.scalars(parked.group_by(outbox.c.tenant, outbox.c.key)).all()
+        for start in range(0, len(firsts), _KEYS_AT_ONCE):
+            _after(connection, lane, firsts[start : start + _KEYS_AT_ONCE])
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
         skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
@@ -134,16 +149,6 @@ class QueueStore(Appender, Leases):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _free_parked(connection: Connection, lane: Lane) -> Lane:
-    """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what waits."""
-    fenced(connection, lane, tries=lane.tries)
-    parked = select(func.min(outbox.c.id)).where(_of(lane), is_(Status.PARKED))
-    firsts = connection.scalars(parked.group_by(outbox.c.tenant, outbox.c.key)).all()
-    for start in range(0, len(firsts), _KEYS_AT_ONCE):
-        lane = _after(connection, lane, firsts[start : start + _KEYS_AT_ONCE])
-    return lane
-
-
 def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:
     statement = turn.READY if relay is None else turn.READY_HERE
     return frozenset(LaneName(*row) for row in connection.execute(statement, {"routes": routes, "relay": relay}))
@@ -156,20 +161,20 @@ def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused
     found = _fetched(connection, reads.fresh, parameters)
     fresh = [_row(values) for values in found if not values[8]]
     asked = [values[0] for values in found if values[8]] if len(fresh) < len(found) else ()
-    redo = _redo(connection, lane, reads, parameters) if lane.waiting else ()
+    redo = _redo(connection, reads, parameters) if lane.waiting else ()
     return Page(redo=_by_id(redo), fresh=_by_id(fresh), requests=tuple(sorted(asked)))
 
 
-def _redo(connection: Connection, lane: Lane, reads: turn.Reads, parameters: dict[str, Any]) -> list[Row]:
+def _redo(connection: Connection, reads: turn.Reads, parameters: dict[str, Any]) -> list[Row]:
     """The rows that are due and first of their keys, filled up with those behind them."""
     found = [_row(values) for values in connection.execute(reads.heads, parameters).all()]
     room, size = parameters["limit"] - len(found), sum(len(row.body) for row in found)
     for head in sorted(found, key=attrgetter("id"))[:_KEYS_WITH_FOLLOWERS]:
         if room <= 0:
             break
-        behind = {**_place(lane), "tenant": head.tenant, "key": head.key, "after": head.id}
         left = parameters["max_bytes"] - size
-        rows = connection.execute(reads.followers, {**behind, "limit": room, "max_bytes": left}).all()
+        behind = {"tenant": head.tenant, "key": head.key, "after": head.id, "limit": room, "max_bytes": left}
+        rows = connection.execute(reads.followers, {**parameters, **behind}).all()
         for values in sorted(rows, key=itemgetter(0)):
             *_, status, due = values
             row = _row(values)
@@ -329,7 +334,8 @@ def _fail(connection: Connection, lane: Lane, failures: Sequence[Failure]) -> li
             available_at=None if dead else from_now(failure.retry_after or 0.0),
             last_error=func.coalesce(failure.error, outbox.c.last_error),
         )
-        _expect(changed, 1)
+        if failure.error:  # else it may have been dealt with meanwhile
+            _expect(changed, 1)
     return [failure.row for failure in failures]
 
 

@@ -641,6 +641,17 @@ class OutboxStoreContract:
         lane = await world.announce(lane, Batch(failures=[Failure(rows[0].id, 2, None, 0.0)]), settle=False)
         assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[0].id, 2)]
 
+    async def test_h112_who_gets_attempts_back_does_not_depend_on_rows_that_were_dealt_with(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b", "c")
+        failures = [Failure(row.id, 1, "no", 0.0) for row in rows]
+        lane = await world.announce(lane, Batch(failures=failures), settle=False)
+        asked = await world.request(rows[0].id, "discard")
+        lane = await world.announce(lane, Batch(items=[rows[1].id], requests=[asked]), settle=False)
+        back = [Failure(row.id, 0, None, 0.0) for row in rows]
+        lane = await world.announce(await world.store.settle(lane), Batch(failures=back), settle=False)
+        assert [await world.status(row.id) for row in rows] == [Status.DISCARDED, Status.SENT, Status.RETRYING]
+        assert [(row.id, row.attempts) for row in await self.due(world, lane)] == [(rows[2].id, 0)]
+
     async def test_attempts_are_counted_for_rows_that_stay_in_the_batch(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b", lease=0.05)
         lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
@@ -742,6 +753,17 @@ class OutboxStoreContract:
         asked = await world.request(rows[0].id, "redrive")
         lane = await world.announce(lane, Batch(requests=[asked]), settle=False)
         assert [row.id for row in await self.due(world, lane, 2)] == [rows[0].id, rows[1].id]
+
+    async def test_a_row_on_its_way_is_not_sent_again_behind_one_that_is_redriven(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "a", "a", route=SKIPPING)
+        failures = [Failure(rows[0].id, 5, "no", None), Failure(rows[1].id, 1, "no", 0.0)]
+        lane = await world.announce(lane, Batch(failures=failures, parked=[rows[2].id]), settle=False)
+        asked = await world.request(rows[0].id, "redrive")
+        lane = await world.announce(lane, Batch(items=[rows[1].id], requests=[asked]), settle=False)
+        found = [row.id for row in await self.due(world, lane, 2)]
+        assert found == [rows[0].id, rows[2].id]
+        lane = await world.announce(lane, Batch(items=found), settle=True)
+        assert [row.id for _, row in await world.store.rebuild(lane)] == found
 
     async def test_a_parked_row_keeps_its_turn_when_it_is_redriven(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a")
