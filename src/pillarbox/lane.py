@@ -367,7 +367,7 @@ class LaneWorker:
 
     def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)
-        return len(rows) >= limit or sum([len(row.body) for row in rows]) * 4 >= self.pace.max_bytes
+        return len(rows) >= limit or sum([len(row.body) for row in rows]) >= self.pace.max_bytes
 
     def _plan(self, page: Page) -> _Plan:
         plan = _Plan()

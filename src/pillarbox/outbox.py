@@ -350,8 +350,9 @@ class OutboxStore(Protocol):
         paused: Collection[str] = (),
         detour: str | None = None,
     ) -> Page:
-        """Read what comes next: at most ``limit`` fresh rows and as many to redo, each of them within ``max_bytes`` of
-        bodies, though never less than one. Changes nothing; asking twice gives the same.
+        """Read what comes next: at most ``limit`` fresh rows and as many to redo, and of each no more than it takes to
+        have ``max_bytes`` of bodies. So there is nothing behind fresh rows that reach neither. Changes nothing; asking
+        twice gives the same.
 
         Rows of an announced batch, and of paused tenants, are not in it. A request that names a row of an announced
         batch waits. A row that commits late with a low id is still found. Within a key rows come in the order of their

@@ -16,6 +16,8 @@ from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LARGE
 from pillarbox.outbox import Batch, FailurePolicy, Key, Lane, Page, Status
+from pillarbox.stores.memory import MemoryStore
+from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
 from tests.relays import World, freeze, in_virtual_time, running, until
 
@@ -643,16 +645,31 @@ class TestDeadlyBatches:
 
 class TestSizes:
     @in_virtual_time
-    async def test_h67_a_turn_takes_no_more_bytes_into_memory_than_it_may(self) -> None:
+    async def test_h67_a_turn_takes_nothing_more_into_memory_once_it_has_its_bytes(self) -> None:
         world = World()
         world.write(" ".join(f"k{number}" for number in range(1, 41)), size=10_000)
         worker = world.worker(await world.take())
         worker.pace = Pace(max_bytes=65_536)
         await worker.turn()
-        assert len(world.broker.sent("orders.events")) == 6
+        assert len(world.broker.sent("orders.events")) == 7
         while await worker.turn():
             pass
         assert len(world.broker.sent("orders.events")) == 40
+
+    @pytest.mark.parametrize("kind", [MemoryStore, MemoryLogStore])
+    @in_virtual_time
+    async def test_a_lane_does_not_fall_asleep_before_a_row_that_does_not_fit(self, kind: type[MemoryStore]) -> None:
+        world = World(kind=kind)
+        for number in range(1, 21):
+            world.write(f"small{number}", size=10_000)
+            world.write(f"large{number}", size=60_000)
+        worker = world.worker(await world.take())
+        worker.pace = Pace(max_bytes=65_536)
+        turns = 1
+        while await worker.turn():
+            turns += 1
+        assert len(world.broker.sent("orders.events")) == 40
+        assert turns <= 20 + 1  # one in vain: nobody knows what is behind a full page
 
     @in_virtual_time
     async def test_h61_a_relay_shares_its_window_among_its_lanes(self) -> None:

@@ -68,8 +68,8 @@ class _StreamReader(RowReader):
     def _filled(
         self, connection: Connection, found: Sequence[Any], parameters: dict[str, Any]
     ) -> list[tuple[Any, ...]] | None:
-        """The look with the rows that it has named, as many as both limits allow, but at least one; nothing if it must
-        be done again, without us.
+        """The look with the rows that it has named, up to the one with which a limit is reached; nothing if it must be
+        done again, without us.
         """
         lane, buffer = LaneName(parameters["route"], parameters["shard"]), self._buffer
         told = _told(found)
@@ -95,10 +95,10 @@ class _StreamReader(RowReader):
             row_values = at_hand.get(place[1])
             if row_values is None:
                 break
-            total += len(row_values[7])
-            if total > parameters["max_bytes"] and filled:
-                break
             filled.append(row_values)
+            total += len(row_values[7])
+            if total >= parameters["max_bytes"]:
+                break
         if places and not filled:
             return None
         used = [values[1] for values in filled]

@@ -77,9 +77,9 @@ class Failures:
             behind = {**asked, "tenant": head.tenant, "key": head.key, "after": head.id, "limit": room}
             rows = self._connection.execute(sql.FOLLOWERS, {**behind, "max_bytes": left}).all()
             for values in sorted(rows, key=itemgetter(0)):
-                row = row_of(values)
-                if values[8] != "due" or len(row.body) > left:
+                if values[8] != "due":
                     break
+                row = row_of(values)
                 found.append(row)
                 room, left = room - 1, left - len(row.body)
         return sorted(found, key=attrgetter("id"))

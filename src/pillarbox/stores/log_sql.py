@@ -31,12 +31,12 @@ _MOST = "(SELECT CAST(:limit AS bigint))"
 
 
 def _sized(rows: str, columns: str) -> str:
-    """As many rows as the bytes allow, in the order of their ids, but at least one."""
+    """Rows in the order of their ids, up to the one with which the bytes are reached."""
     return f"""
     SELECT {columns} FROM (
         SELECT page.*, length(body) AS size, sum(length(body)) OVER (ORDER BY id) AS total FROM ({rows}) page
     ) sized
-    WHERE total <= :max_bytes OR total = size"""  # noqa: S608  constants
+    WHERE total - size < :max_bytes"""  # noqa: S608  constants
 
 
 def _of_transactions(xids: str, conditions: str) -> str:

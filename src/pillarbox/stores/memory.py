@@ -539,10 +539,10 @@ def _page(rows: Iterable[_Stored], limit: int, max_bytes: int) -> list[Row]:
     found: list[Row] = []
     size = 0
     for stored in rows:
-        size += len(stored.row.body)
-        if len(found) == limit or (found and size > max_bytes):
+        if len(found) == limit or size >= max_bytes:
             break
         found.append(stored.row)
+        size += len(stored.row.body)
     return found
 
 

@@ -122,9 +122,9 @@ class MemoryLogStore(MemoryStore):
             window = look(behind, rows, snapshot, limit, reach)
         size, fitting = 0, 0
         for row in window.ids:
-            size += len(self._rows[row].row.body)
-            if fitting and size > max_bytes:
+            if size >= max_bytes:
                 break
+            size += len(self._rows[row].row.body)
             fitting += 1
         return window if fitting == len(window.ids) else look(window.start, rows, snapshot, fitting, reach)
 

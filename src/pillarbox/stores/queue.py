@@ -168,20 +168,19 @@ def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused
 def _redo(connection: Connection, reads: turn.Reads, parameters: dict[str, Any]) -> list[Row]:
     """The rows that are due and first of their keys, filled up with those behind them."""
     found = [_row(values) for values in connection.execute(reads.heads, parameters).all()]
-    room, size = parameters["limit"] - len(found), sum(len(row.body) for row in found)
+    room, left = parameters["limit"] - len(found), parameters["max_bytes"] - sum(len(row.body) for row in found)
     for head in sorted(found, key=attrgetter("id"))[:_KEYS_WITH_FOLLOWERS]:
-        if room <= 0:
+        if room <= 0 or left <= 0:
             break
-        left = parameters["max_bytes"] - size
         behind = {"tenant": head.tenant, "key": head.key, "after": head.id, "limit": room, "max_bytes": left}
         rows = connection.execute(reads.followers, {**parameters, **behind}).all()
         for values in sorted(rows, key=itemgetter(0)):
             *_, status, due = values
-            row = _row(values)
-            if not (due or status == Status.PARKED) or size + len(row.body) > parameters["max_bytes"]:
+            if not (due or status == Status.PARKED):
                 break
+            row = _row(values)
             found.append(row)
-            room, size = room - 1, size + len(row.body)
+            room, left = room - 1, left - len(row.body)
     return found
 
 

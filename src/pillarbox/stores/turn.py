@@ -173,7 +173,7 @@ def _columns(rows: Any, postgres: bool) -> list[Any]:
 
 
 def _page(o: Any, columns: Sequence[Any], found: ColumnElement[bool], postgres: bool) -> Select[Any]:
-    """Rows in the order of their ids, as many as both limits allow, but at least one."""
+    """Rows in the order of their ids, up to the one with which a limit is reached."""
     if postgres:  # it carries pointers to large bodies about, not the bodies
         page = select(*columns).where(found).order_by(o.c.id).limit(_LIMIT).subquery("page")
         total = func.sum(func.length(page.c.body)).over(order_by=page.c.id)
@@ -186,7 +186,8 @@ def _page(o: Any, columns: Sequence[Any], found: ColumnElement[bool], postgres: 
 
 
 def _fits(sized: Any) -> ColumnElement[bool]:
-    return or_(sized.c.total <= _MAX_BYTES, sized.c.total == sized.c.size)
+    fits: ColumnElement[bool] = sized.c.total - sized.c.size < _MAX_BYTES
+    return fits
 
 
 # -- people's requests, and what is to do at all -----------------------------------------------------------------------

@@ -442,7 +442,7 @@ class OutboxStoreContract:
             page = await world.store.poll(await world.store.part(lane, page.held), limit=10, paused=["loud"])
         assert [row.tenant for row in page.fresh] == ["calm", None]
 
-    async def test_h61_a_page_stays_within_its_bytes_but_holds_at_least_one_row(self, world: World) -> None:
+    async def test_h61_a_page_goes_no_further_than_its_bytes(self, world: World) -> None:
         await world.register(ROUTE)
         await world.append([delivery(f"k{size}", body=b"x" * size) for size in (60, 40, 1, 500, 3)])
         lane = await self.lane(world)
@@ -451,7 +451,17 @@ class OutboxStoreContract:
         assert len((await world.store.poll(lane, limit=10, max_bytes=10)).fresh) == 1
         assert len((await world.store.poll(lane, limit=10, max_bytes=1000)).fresh) == 5
 
-    async def test_h61_rows_to_redo_stay_within_their_bytes_too(self, world: World) -> None:
+    async def test_h61_a_page_that_was_cut_has_reached_a_limit(self, world: World) -> None:
+        """However large the next row is: who asks must know that there is one."""
+        await world.register(ROUTE)
+        sizes = [1, 2, 500, 3]
+        await world.append([delivery(f"k{size}", body=b"x" * size) for size in sizes])
+        lane = await self.lane(world)
+        for max_bytes, expected in ((1, 1), (3, 2), (4, 3), (503, 3), (504, 4), (1000, 4)):
+            page = await world.store.poll(lane, limit=10, max_bytes=max_bytes)
+            assert [len(row.body) for row in page.fresh] == sizes[:expected], max_bytes
+
+    async def test_h61_rows_to_redo_go_no_further_than_their_bytes_either(self, world: World) -> None:
         await world.register(ROUTE)
         await world.append([delivery("a", body=b"x" * 60), delivery("b", body=b"x"), delivery("a", body=b"x" * 50)])
         lane = await self.lane(world)
@@ -459,7 +469,7 @@ class OutboxStoreContract:
         failures = [Failure(one.id, 1, "no", 0.0), Failure(other.id, 1, "no", 0.0)]
         lane = await world.announce(lane, Batch(failures=failures, parked=[two.id]), settle=False)
         assert len(await self.due(world, lane)) == 3
-        for max_bytes, expected in ((10, [one]), (100, [one, other]), (111, [one, other, two])):
+        for max_bytes, expected in ((10, [one]), (61, [one, other]), (62, [one, other, two])):
             page = await world.store.poll(lane, limit=10, max_bytes=max_bytes)
             assert [row.id for row in page.redo] == [row.id for row in expected]
 
