@@ -112,6 +112,17 @@ class Broker(MemoryTransport):
         return answer or await super().send(producer, messages)
 
 
+class Choosy(Broker):
+    """One that is known beforehand to refuse some events."""
+
+    def __init__(self, *refused: str, capabilities: Capabilities | None = None) -> None:
+        super().__init__(capabilities)
+        self._refused = refused
+
+    def preflight(self, message: Message) -> str | None:
+        return "not this one" if message.body.decode().strip() in self._refused else super().preflight(message)
+
+
 @dataclass
 class World:
     """A route and its lanes, with a broker that can misbehave.

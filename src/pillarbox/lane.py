@@ -54,6 +54,8 @@ class _Plan:
     messages: list[Message] = field(default_factory=list)
     """The items as they would be sent, if nothing is taken out of them."""
     failures: list[Failure] = field(default_factory=list)
+    refused: dict[int, Row] = field(default_factory=dict)
+    """The rows that preflight refused, whatever became of their failures."""
     parked: list[int] = field(default_factory=list)
     cut: bool = False
     """Some of what was found may not go now."""
@@ -219,10 +221,10 @@ class LaneWorker:
         if page.requests:  # first, and alone: they may be about rows of this very page
             await self._announce(Batch(requests=page.requests))
             return True
-        plan = self._next_batch(page)
         if detour is None and (tenants := self._to_part(page, limit)):
             await self._part(tenants)
             return True
+        plan = self._next_batch(page)
         capabilities = self._publisher.capabilities
         if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
             return True
@@ -255,6 +257,9 @@ class LaneWorker:
         )
         first = self.lane.next_number
         await self._announce(batch)
+        for failure in plan.failures:  # now, since what is planned may come to nothing, and be planned again
+            if failure.row in plan.refused:
+                self._tell(plan.refused[failure.row], failure)
         if plan.items:
             ready = len(plan.messages) == len(plan.items) and PARTITIONS not in details
             await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if ready else None)
@@ -390,17 +395,22 @@ class LaneWorker:
             plan.items.append(row)
             plan.messages.append(message)
         else:
-            failure = self._failed(row, refusal)
+            failure = self._failure(row, refusal)
             plan.failures.append(failure)
+            plan.refused[row.id] = row
             self._stop_key(row, failure, stopped)
 
-    def _failed(self, row: Row, reason: str, number: int = 0) -> Failure:
-        policy, attempts, said = self.lane.route.retry, row.attempts + 1, redacted(reason)
-        if policy.exhausted(attempts):
-            self._report.dead(row, number, attempts, said, rejected=True)
-            return Failure(row.id, attempts, said, None)
-        self._report.rejected(row, number, attempts, said)
-        return Failure(row.id, attempts, said, policy.delay(attempts, self._draw))
+    def _failure(self, row: Row, reason: str) -> Failure:
+        policy, attempts = self.lane.route.retry, row.attempts + 1
+        delay = None if policy.exhausted(attempts) else policy.delay(attempts, self._draw)
+        return Failure(row.id, attempts, redacted(reason), delay)
+
+    def _tell(self, row: Row, failure: Failure, number: int = 0) -> None:
+        said = failure.error or ""
+        if failure.retry_after is None:
+            self._report.dead(row, number, failure.attempts, said, rejected=True)
+        else:
+            self._report.rejected(row, number, failure.attempts, said)
 
     def _stop_key(self, row: Row, failure: Failure, stopped: set[Key]) -> None:
         if failure.retry_after is not None or self.lane.route.on_failure is FailurePolicy.PARK:
@@ -549,7 +559,9 @@ class LaneWorker:
         if attempts is not None:
             self._report.refused_like_all()
             return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
-        return self._failed(row, reason, number)
+        failure = self._failure(row, reason)
+        self._tell(row, failure, number)
+        return failure
 
     async def _send_suspect(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;

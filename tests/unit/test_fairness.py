@@ -10,7 +10,7 @@ import pytest
 from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
 from pillarbox.outbox import Lane
 from pillarbox.stores.memory_log import MemoryLogStore
-from tests.relays import TOPIC, World, in_virtual_time, running, until
+from tests.relays import TOPIC, Choosy, World, in_virtual_time, running, until
 
 
 def numbered(key: str, count: int) -> str:
@@ -116,6 +116,30 @@ async def test_a_tenant_with_a_rate_is_passed_by_the_others_and_keeps_to_it() ->
         await world.received(22)
         assert 8 <= loop.time() - began <= 15
     assert of("a", world.sent) == numbered("a", 20)
+
+
+@in_virtual_time
+async def test_what_is_refused_while_its_tenant_gets_a_detour_is_told_once() -> None:
+    world = World(kind=MemoryLogStore)
+    world.store.set_rate(100, tenant="acme")
+    world.broker = Choosy("a1")
+    world.write("a1 b1", tenant="acme")
+    relay = world.relay()
+    async with running(relay):
+        await world.received(1)
+        assert (relay.counts.rejected, world.attempts("a1")) == (1, 1)
+
+
+@in_virtual_time
+async def test_to_get_a_detour_costs_a_tenant_nothing_of_its_rate() -> None:
+    world = World(kind=MemoryLogStore)
+    world.store.set_rate(0.05, tenant="acme")
+    world.write("a1", tenant="acme")
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with running(world.relay()):
+        await world.received(1)
+        assert loop.time() - began < 1
 
 
 @in_virtual_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from pillarbox.outbox import Batch, FailurePolicy, Key, Lane, Page, Status
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
-from tests.relays import World, freeze, in_virtual_time, running, until
+from tests.relays import Choosy, World, freeze, in_virtual_time, running, until
 
 OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
 
@@ -265,6 +265,29 @@ class TestUnavailable:
         world.broker.come_back()
         await world.relay("r2").drain()
         assert world.sent == "a1 b1 a2"
+
+    @in_virtual_time
+    async def test_what_is_refused_while_the_destination_is_away_is_told_once(self) -> None:
+        """Only what is announced has happened; a batch whose topics cannot be opened is planned again."""
+        world = World()
+        world.broker = Away("a1", capabilities=Capabilities(opens=True))
+        world.write("a1 b1")
+        relay = world.relay()
+        async with running(relay):
+            await world.received(1)
+            assert (relay.counts.rejected, world.attempts("a1")) == (1, 1)
+
+
+class Away(Choosy):
+    """For the first three times that it is asked."""
+
+    asked = 0
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+        self.asked += 1
+        if self.asked <= 3:
+            raise ConnectionRefusedError("nobody there")
+        return await super().open(producer, topics)
 
 
 class TestUnknown:
