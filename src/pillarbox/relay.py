@@ -143,6 +143,8 @@ class Relay:
         self._suspicion = Suspicion(draw, self._heard)
         self._workers: dict[LaneName, LaneWorker] = {}
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
+        self._alive: set[asyncio.Task[None]] = set()
+        """All of these, and those that have come to the end of a lane and let it go."""
         self._stumbles: dict[LaneName, int] = {}
         self._census: Census | None = None
         self._renewed_at: float | None = None
@@ -188,13 +190,15 @@ class Relay:
                 await self._leave()
                 # Not cancelled while it asks: a connection that is just being made would be left open.
                 await asyncio.wait([looking], timeout=self._pacing.lease)
-                if self._feed is not None:
-                    await self._feed.stop()
             finally:
                 looking.cancel()
-                self._stopping = False  # it may run again
-                self._began_at = None
-                self._finished.set()
+                try:
+                    if self._feed is not None:
+                        await self._feed.stop()
+                finally:
+                    self._stopping = False  # it may run again
+                    self._began_at = None
+                    self._finished.set()
 
     def stop(self) -> None:
         """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
@@ -392,7 +396,11 @@ class Relay:
             if lane.name in self._workers:
                 self._workers[lane.name].lose()
             self._workers[lane.name] = worker = self._worker(lane, self._deadline(before))
-            self._tasks[lane.name] = asyncio.create_task(self._look_after(worker, once=once), name=f"lane {lane}")
+            self._tasks[lane.name] = task = asyncio.create_task(
+                self._look_after(worker, once=once), name=f"lane {lane}"
+            )
+            self._alive.add(task)
+            task.add_done_callback(self._alive.discard)
         self._set_paces(census)
 
     def _worker(self, lane: Lane, deadline: float) -> LaneWorker:
@@ -445,8 +453,7 @@ class Relay:
         return telemetry.fields(event, relay=self.name, lane=lane and str(lane), destination=destination, reason=reason)
 
     async def _let_go(self, workers: Collection[LaneWorker], *, leaving: bool = False) -> None:
-        for worker in workers:
-            await self._close(worker)
+        await asyncio.gather(*map(self._close, workers))
         try:
             await self._store.release(self.name, [worker.lane for worker in workers], leaving=leaving)
         except Exception as error:
@@ -473,6 +480,7 @@ class Relay:
     async def _finish_and_release(self) -> None:
         """Finish, release everything, and be gone from the census. Who is ready does not wait for the others."""
         workers = {task: self._workers[name] for name, task in self._tasks.items()}
+        going = self._alive.difference(workers)
         for worker in workers.values():
             worker.stop()
         until = clock.current().monotonic() + self._pacing.grace
@@ -484,11 +492,11 @@ class Relay:
                 await self._let_go([workers.pop(task) for task in done])
             else:
                 break
-        for task in workers:
-            task.cancel()
-        if workers:
-            await asyncio.gather(*workers, return_exceptions=True)
+        await _end(workers)
         await self._let_go(workers.values(), leaving=True)
+        if going:  # lanes that we were about to let go as it is: nobody may have to wait for their leases
+            await asyncio.wait(going, timeout=self._pacing.grace)
+            await _end(going)
 
     async def _renew_quietly(self) -> None:
         try:
@@ -599,6 +607,12 @@ class Relay:
 def relay_name() -> str:
     """A name that no other relay has."""
     return f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_name(given: object) -> bool:

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from string import ascii_lowercase
 from typing import Any
 
@@ -21,6 +21,7 @@ from pillarbox.errors import ConfigurationError
 from pillarbox.outbox import BUS, Batch, Census, Delivery, LaneName, RouteRecord, Status, shard_of
 from pillarbox.relay import Pacing, Relay, fair_share, open_ground
 from pillarbox.stores.memory import MemoryStore
+from pillarbox.telemetry import Sample
 from pillarbox.transport import Capabilities, Outcome
 from tests.relays import Broker, Line, World, freeze, half, in_virtual_time, running, until
 
@@ -250,6 +251,47 @@ class TestLeases:
         async with running(world.relay()):
             await until(lambda: owners(world) == {"r1": 4})
         assert owners(world) == {}
+
+    @in_virtual_time
+    async def test_h91_a_slow_transport_keeps_all_lanes_of_a_relay_that_stops_no_longer_than_one(self) -> None:
+        world = World(shards=16)
+        world.broker = Leisurely()
+        async with running(world.relay()):
+            await until(lambda: owners(world) == {"r1": 16})
+            stopped_at = clock.current().monotonic()
+        assert owners(world) == {}
+        assert clock.current().monotonic() - stopped_at < 1.5
+
+    @in_virtual_time
+    async def test_h91_a_lane_that_was_being_let_go_when_its_relay_stopped_waits_for_no_lease(self) -> None:
+        world = World(shards=2)
+        world.broker = slow = Leisurely()
+        one, two = world.relay("r1", pacing={"lease": 60.0}), world.relay("r2", pacing={"lease": 60.0})
+        task = asyncio.ensure_future(one.run())
+        await until(lambda: one.status()["lanes"] == 2)
+        async with running(two):
+            await until(lambda: one.status()["lanes"] == 1)  # it makes room, and closes the producer
+            assert owners(world) == {"r1": 2}
+            slow.seconds = 0.0
+            one.stop()
+            await task
+            assert "r1" not in owners(world)
+            await until(lambda: owners(world) == {"r2": 2}, seconds=5)
+
+    @in_virtual_time
+    async def test_the_feed_ends_with_its_relay_even_if_that_is_cancelled_while_it_leaves(self) -> None:
+        world = World()
+        world.broker = Leisurely()
+        feed = IdleFeed()
+        task = asyncio.ensure_future(world.relay(feed=feed).run())
+        await until(lambda: owners(world) == {"r1": 1})
+        for _ in range(2):
+            assert feed.state == "up"
+            task.cancel()
+            await asyncio.sleep(0.1)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert feed.state == "off"
 
     @in_virtual_time
     async def test_h48_a_relay_that_comes_is_made_room_for_at_once(self) -> None:
@@ -742,6 +784,33 @@ class TestTrouble:
         async with running(world.relay(bell=Doorbell(DeafCarrier()))):
             await asyncio.sleep(60)
         assert asked <= 70
+
+
+class Leisurely(Broker):
+    """Takes its time to close a producer."""
+
+    seconds = 1.0
+
+    async def close(self, producer: str | None = None) -> None:
+        await asyncio.sleep(self.seconds)
+        await super().close(producer)
+
+
+class IdleFeed:
+    """Brings nothing."""
+
+    state = "off"
+    works = True
+
+    def start(self, hearer: object, lanes: object) -> None:  # noqa: ARG002  the port has them
+        self.state = "up"
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0)
+        self.state = "off"
+
+    def samples(self) -> Iterable[Sample]:
+        return ()
 
 
 class DeafCarrier:
