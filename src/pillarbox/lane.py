@@ -114,6 +114,7 @@ class LaneWorker:
         """Whether all that is announced is known to be at the destination."""
         self._rates = Rates()
         self._detours = Detours(lane)
+        self._in_a_crowd = False
         self._alarm: asyncio.TimerHandle | None = None
 
     # -- what the relay tells us ---------------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ class LaneWorker:
             self._detours.joined(self.lane.detours or ())
         more = await self._serve(None)
         detour = self._detours.next(self._held)
-        if detour is not None and (self._stored or self.lane.announced is None):
+        in_a_crowd = self._in_a_crowd and more  # then whoever is behind it has waited long enough
+        if detour is not None and not in_a_crowd and (self._stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         return more or self._detours.next(self._held) is not None
 
@@ -218,6 +220,8 @@ class LaneWorker:
         page = await self._store.poll(
             self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
         )
+        if detour is None:
+            self._in_a_crowd = page.in_a_crowd
         if page.requests:  # first, and alone: they may be about rows of this very page
             await self._announce(Batch(requests=page.requests))
             return True

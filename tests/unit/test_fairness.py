@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from pillarbox.cursor import RowAt
 from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
-from pillarbox.outbox import Lane
+from pillarbox.outbox import Lane, LaneName, Page
+from pillarbox.stores.announced import position
 from pillarbox.stores.memory_log import MemoryLogStore
 from tests.relays import TOPIC, Choosy, World, in_virtual_time, running, until
 
@@ -30,6 +34,34 @@ async def test_h47_a_tenant_that_floods_its_lane_does_not_hold_up_the_others() -
         await world.received(402)
     assert world.sent.split().index("b2") < 5 * (FLOOD_PAGES + 6)
     assert of("a", world.sent) == numbered("a", 400)
+
+
+@in_virtual_time
+async def test_a_flood_that_the_lane_is_still_passing_over_has_no_turns() -> None:
+    world = World(kind=Crowded)
+    world.write(numbered("a", 400), tenant="flood")
+    world.write("b1", tenant="small")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(401)
+    assert world.sent.split().index("b1") < 5 * (FLOOD_PAGES + 2)
+    assert of("a", world.sent) == numbered("a", 400)
+
+
+class Crowded(MemoryLogStore):
+    """A look of a lane with detours goes through twenty rows, as it does through many more in a database."""
+
+    up_to: float = math.inf
+
+    async def poll(self, lane: Lane, *, detour: str | None = None, **options: Any) -> Page:
+        ahead = [row.id for row in self._written(lane.name) if row.id > position(lane).high]
+        if detour is None and lane.detours and len(ahead) > 20:
+            self.up_to = ahead[19]
+        page = await super().poll(lane, detour=detour, **options)
+        in_a_crowd, self.up_to = self.up_to < math.inf and not page.fresh, math.inf
+        return replace(page, in_a_crowd=in_a_crowd)
+
+    def _written(self, lane: LaneName) -> list[RowAt]:
+        return [row for row in super()._written(lane) if row.id <= self.up_to]
 
 
 @in_virtual_time

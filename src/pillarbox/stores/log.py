@@ -311,6 +311,7 @@ class _Found(msgspec.Struct, frozen=True):
     """People's requests, each with the row that it is about."""
     passed: bool
     """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
+    in_a_crowd: bool = False
 
 
 def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
@@ -326,7 +327,12 @@ def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], de
     if held:
         return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
     return Page(
-        redo=redo, fresh=tuple(found.rows), passed=found.passed, requests=tuple(sorted(asked)), cursor=found.look
+        redo=redo,
+        fresh=tuple(found.rows),
+        passed=found.passed,
+        in_a_crowd=found.in_a_crowd,
+        requests=tuple(sorted(asked)),
+        cursor=found.look,
     )
 
 
@@ -481,6 +487,7 @@ class _Looked(msgspec.Struct, frozen=True):
             rows,
             {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
             passed,
+            in_a_crowd=seen >= SCAN and not rows,
         )
 
 
