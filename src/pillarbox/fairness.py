@@ -99,15 +99,21 @@ class Detours:
 
     def rested(self, pace: Pace) -> list[str]:
         """Those that need no detour any more. They are not named again for a while."""
-        now = clock.current().monotonic()
-        rested = [
-            tenant
-            for tenant, since in self._empty_since.items()
-            if tenant not in self._waiting and tenant not in pace.paused_tenants and now - since >= REST_SECONDS
-        ]
-        for tenant in rested:
-            self._empty_since[tenant] = now
+        rested = [tenant for tenant, left in self._resting(pace) if left <= 0]
+        self._empty_since |= dict.fromkeys(rested, clock.current().monotonic())
         return rested
+
+    def shortest_rest(self, pace: Pace) -> float | None:
+        """Seconds until the next one needs it no more, if nothing comes."""
+        return min((max(0.0, left) for _, left in self._resting(pace)), default=None)
+
+    def _resting(self, pace: Pace) -> list[tuple[str, float]]:
+        now = clock.current().monotonic()
+        return [
+            (tenant, since + REST_SECONDS - now)
+            for tenant, since in self._empty_since.items()
+            if tenant not in self._waiting and tenant not in pace.paused_tenants
+        ]
 
     def joined(self, left: Collection[str]) -> None:
         """Only these have a detour. One of them that was to end may have rows that nobody knew of."""

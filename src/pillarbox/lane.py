@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from . import clock
 from .errors import LaneHaltedError, LeaseLostError
-from .fairness import REST_SECONDS, Detours, Pace, Rates
+from .fairness import Detours, Pace, Rates
 from .numbering import PARTITIONS, Numbering
 from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
 from .redaction import redacted
@@ -211,6 +211,8 @@ class LaneWorker:
         in_a_crowd = self._in_a_crowd and more  # then whoever is behind it has waited long enough
         if detour is not None and not in_a_crowd and (self._stored or self.lane.announced is None):
             more = await self._serve(detour) or more
+        if (rest := self._detours.shortest_rest(self.pace)) is not None:
+            self._ring_after(rest)
         return more or self._detours.next(self._held) is not None
 
     async def _serve(self, detour: str | None) -> bool:
@@ -242,7 +244,6 @@ class LaneWorker:
         more = found and self._may_be_more(page, plan, limit)
         if detour is not None:
             self._detours.served(detour, more=more, stuck=plan.cut or bool(page.held))
-            self._ring_after(REST_SECONDS)
         elif found and self.lane.detours:
             self._detours.moved_on(self.lane.detours, company=bool(page.fresh))
         return more

@@ -116,6 +116,21 @@ async def test_a_detour_ends_when_it_was_empty_for_a_while() -> None:
 
 
 @in_virtual_time
+async def test_the_detour_of_a_tenant_with_a_rate_ends_too() -> None:
+    """It was looked at again when the rate allowed more, and that was sooner."""
+    world = World(kind=MemoryLogStore)
+    world.store.set_rate(1, tenant="acme")
+    world.write("a1 a2 a3", tenant="acme")
+    async with running(world.relay()):
+        await world.received(3)
+        kept = next(iter(world.store._lanes.values()))
+        await asyncio.sleep(3)
+        assert kept.detours
+        await asyncio.sleep(REST_SECONDS)
+        assert not kept.detours
+
+
+@in_virtual_time
 async def test_a_paused_tenant_keeps_its_detour_and_goes_on_where_it_was() -> None:
     world = World(kind=MemoryLogStore)
     world.store.pause_tenant("acme")
