@@ -1,8 +1,9 @@
 """Who goes next in a lane, and who has to wait: rates, and the tenants that take a detour.
 
 A lane is first in, first out, so one tenant with a million events would hold up all who come behind it. Such a tenant
-gets a *detour*: the lane passes over its rows, and serves them in turns with everybody else's. So does a tenant that is
-paused or held to a rate. When a detour has been empty for a while it ends; what comes later begins another one.
+gets a *detour*: the lane passes over its rows, and serves them in turns with everybody else's. So do several of them at
+once, and a tenant that is paused or held to a rate. When a detour has been empty for a while it ends; what comes later
+begins another one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from . import clock
 from .outbox import Lane, Row
 
 FLOOD_PAGES = 8
-"""A tenant that takes nearly all of so many full pages in a row floods its lane."""
-FLOOD_SHARE = 0.9
+"""After so many full pages in a row, those who have taken a larger share of them than this flood their lane."""
+FLOOD_SHARE = 0.25
 REST_SECONDS = 10.0
 """A detour ends when it was empty for so long."""
 _COMPANY_SECONDS = 1.0
@@ -43,7 +44,9 @@ class Detours:
         self._stuck: set[str] = set()
         """Those that have something and may not send it now."""
         self._empty_since: dict[str, float] = {}
-        self._flood: tuple[str | None, int] = (None, 0)
+        self._pages = 0
+        self._taken: Counter[str | None] = Counter()
+        """What each tenant has of these pages."""
         self._company_at = float("-inf")
 
     def next(self, held: Collection[str]) -> str | None:
@@ -62,15 +65,21 @@ class Detours:
         alone = clock.current().monotonic() - self._company_at > _COMPANY_SECONDS
         return limit if alone else max(1, limit // _QUANTUM)
 
-    def floods(self, rows: Sequence[Row]) -> str | None:
-        """The tenant that floods the lane, if one does, by this full page and those before it."""
-        before, pages = self._flood
-        tenant, share = Counter([row.tenant for row in rows]).most_common(1)[0]
-        if tenant is None or share < FLOOD_SHARE * len(rows):
-            self._flood = (None, 0)
-            return None
-        self._flood = (tenant, pages + 1 if tenant == before else 1)
-        return tenant if pages + 1 >= FLOOD_PAGES and tenant == before else None
+    def floods(self, rows: Sequence[Row]) -> set[str]:
+        """The tenants that flood the lane, by this full page and those before it."""
+        self._pages += 1
+        self._taken.update([row.tenant for row in rows])
+        if self._pages < FLOOD_PAGES:
+            return set()
+        share = FLOOD_SHARE * self._taken.total()
+        flood = {tenant for tenant, taken in self._taken.items() if tenant is not None and taken > share}
+        self.caught_up()
+        return flood
+
+    def caught_up(self) -> None:
+        """Nobody waits behind a flood: it is counted anew."""
+        self._pages = 0
+        self._taken.clear()
 
     def moved_on(self, detours: Iterable[str], company: bool) -> None:
         """The lane has, with rows of its own or without; it may have passed over anybody's."""
@@ -94,7 +103,7 @@ class Detours:
 
     def parted(self, tenants: Iterable[str]) -> None:
         """These have a detour now."""
-        self._flood = (None, 0)
+        self.caught_up()
         self._waiting |= dict.fromkeys(tenants)
 
     def rested(self, pace: Pace) -> list[str]:

@@ -271,13 +271,17 @@ class LaneWorker:
 
     def _to_part(self, page: Page, limit: int) -> set[str]:
         """The tenants that must not go on in the lane, where it knows detours: those who are held back, as they would
-        hold up everybody, and one that floods it.
+        hold up everybody, and those who flood it.
         """
         if self.lane.detours is None:
             return set()
         slow = {row.tenant for row in page.fresh if row.tenant is not None and row.tenant in self.pace.tenant_rates}
-        flood = self._detours.floods(page.fresh) if page.fresh and self._is_full(page, limit) else None
-        return {*page.held, *slow, *(() if flood is None else (flood,))}
+        flood: Collection[str] = ()
+        if page.fresh and self._is_full(page, limit):
+            flood = self._detours.floods(page.fresh)
+        elif not page.passed:
+            self._detours.caught_up()
+        return {*page.held, *slow, *flood}
 
     async def _part(self, tenants: Collection[str]) -> None:
         await self._settle()

@@ -82,14 +82,53 @@ async def test_events_that_come_while_the_flood_is_served_pass_it() -> None:
 
 
 @in_virtual_time
-async def test_a_tenant_is_no_flood_while_others_have_their_share() -> None:
+async def test_tenants_that_share_a_lane_evenly_are_no_flood() -> None:
     world = World(kind=MemoryLogStore)
     for number in range(1, 101):
-        world.write(f"a{number}", tenant="one")
-        world.write(f"b{number}", tenant="two")
+        for key in "abcde":
+            world.write(f"{key}{number}", tenant=key)
     async with running(world.relay(pacing={"batch": 5})):
-        await world.received(200)
+        await world.received(500)
     assert not (await world.take("r2")).detours
+
+
+@in_virtual_time
+async def test_a_tenant_is_no_flood_while_its_lane_catches_up_every_now_and_then() -> None:
+    world = World(kind=MemoryLogStore)
+    async with running(world.relay(pacing={"batch": 5})):
+        for burst in range(3 * FLOOD_PAGES):
+            world.write(" ".join(f"a{burst * 6 + number}" for number in range(1, 7)), tenant="one")
+            await world.received(6 * (burst + 1))
+    assert not (await world.take("r2")).detours
+
+
+@pytest.mark.parametrize("floods", [2, 3])
+@in_virtual_time
+async def test_h47_tenants_that_flood_their_lane_side_by_side_do_not_hold_up_the_others(floods: int) -> None:
+    world = World(kind=MemoryLogStore)
+    for number in range(1, 151):
+        for key in "abc"[:floods]:
+            world.write(f"{key}{number}", tenant=key)
+    world.write("x1", tenant="small")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(150 * floods + 1)
+    assert world.sent.split().index("x1") < 5 * (FLOOD_PAGES + 6)
+    for key in "abc"[:floods]:
+        assert of(key, world.sent) == numbered(key, 150)
+
+
+@in_virtual_time
+async def test_h47_a_tenant_that_floods_its_lane_among_neighbours_does_not_hold_up_the_others() -> None:
+    world = World(kind=MemoryLogStore)
+    for number in range(1, 701):
+        world.write(f"a{number}", tenant="flood")
+        if number % 7 == 0:
+            world.write(f"b{number}", tenant=f"neighbour {number}")
+    world.write("x1", tenant="small")
+    async with running(world.relay(pacing={"batch": 20})):
+        await world.received(700 + 100 + 1)
+    assert world.sent.split().index("x1") < 400
+    assert of("a", world.sent) == numbered("a", 700)
 
 
 @in_virtual_time
