@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection
 
+from pillarbox.cursor import Cursor
 from pillarbox.outbox import Batch, Lane
 from pillarbox.stores import days, log, log_sql, retention
+from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.days import Fate
 from pillarbox.stores.operations import Author
@@ -47,6 +49,25 @@ async def sent(here: Outbox, lane: Lane, detour: str | None = None) -> Lane:
     batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
     lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
     return await here.store.settle(lane) if lane.announced else lane
+
+
+async def test_detours_are_written_when_one_of_them_has_moved(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = await here.store.part(await here.take(), ["loud", "quiet"])
+    await here.write("a1", tenant="loud")
+    await here.write("b1")
+    written = list[Mapping[str, object]]()
+
+    def watched(detours: Mapping[str, Cursor]) -> str | None:
+        written.append(detours)
+        return encode_detours(detours)
+
+    monkeypatch.setattr(log, "encode_detours", watched)
+    lane = await sent(here, lane)
+    assert not written
+    lane = await sent(here, lane, "loud")
+    assert written == [lane.detours]
+    told = await here.ask(f"SELECT detours FROM pillarbox_lanes WHERE shard = {SHARD}")
+    assert told == [(encode_detours(lane.detours),)]
 
 
 async def test_people_see_what_a_detour_has_not_come_to(here: Outbox) -> None:

@@ -233,7 +233,8 @@ class LogStore(QueueStore):
             "was_announced": stored(lane.announced)["announced"],
             "announced": stored(following.announced)["announced"],
             "cursor": str(following.cursor),
-            "detours": encode_detours(following.detours),
+            # None leaves them as they are: there may be many, and a batch moves one of them at most.
+            "detours": None if following.detours is lane.detours else encode_detours(following.detours),
             "next_batch": following.batch,
             "next_number": following.next_number,
             "server": None if look is None else look.server,

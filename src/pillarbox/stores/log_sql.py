@@ -406,7 +406,7 @@ def _fence(place: str, *also: str) -> str:
     return f"""
         UPDATE pillarbox_lanes
         SET batch = :next_batch, next_number = :next_number, announced = :announced, cursor = :cursor,
-            detours = :detours, tries = 0
+            detours = coalesce(CAST(:detours AS text), detours), tries = 0
         WHERE {place} {_IS_OURS} RETURNING {", ".join(("CAST(ctid AS text) AS place", *also))}
     """  # noqa: S608  constants
 
