@@ -92,10 +92,11 @@ class CommandLine:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a command that the test ends."""
+    def start(self, *arguments: str, program: str | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Start a command that the test ends; by a program of its own, if one is given."""
         streams = {"stdout": subprocess.PIPE} | options
-        process = subprocess.Popen([PILLARBOX, *arguments], env=self.environment, cwd=self.folder, text=True, **streams)
+        start = [PILLARBOX] if program is None else [sys.executable, "-c", program]
+        process = subprocess.Popen([*start, *arguments], env=self.environment, cwd=self.folder, text=True, **streams)
         self._started.append(process)
         return process
 

@@ -29,6 +29,17 @@ filled = test_cli.filled
 
 BROKER, ARCHIVE = "broker:stock.events", "archive:stock.{tenant}"
 WEEK = ("--older-than", "7d")
+COMMAND = "\nfrom pillarbox.cli import main\nmain()"
+WAITS_FOR_ITS_NAME = """
+import os, time, pillarbox.stores.archive as a
+finish = a.Writer.finish
+def slow(self):
+    open("whole", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    finish(self)
+a.Writer.finish = slow
+"""
 
 
 async def _drain(url: str, rejected: str | None) -> int:
@@ -216,8 +227,34 @@ class TestArchive:
         wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
         pillarbox.python(die, *wanted, "old.jsonl", code=9)
         assert (rows(old), (pillarbox.folder / "old.jsonl").exists()) == (6, False)
+        assert len([*pillarbox.folder.glob(".*.partial")]) == 1
         assert pillarbox.json(*wanted, "old.jsonl")["done"] == 6
-        assert [*pillarbox.folder.glob("*.partial"), *pillarbox.folder.glob(".*.partial")] == []
+        assert [*pillarbox.folder.glob(".*.partial")] == []
+
+    @on_postgres
+    @pytest.mark.usefixtures("old")
+    def test_a_crash_whose_rows_have_gone_another_way_holds_nothing_up(self, pillarbox: CommandLine) -> None:
+        die = "import os, pillarbox.stores.archive as a\na.Writer.finish = lambda self: os._exit(9)"
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
+        pillarbox.python(die, *wanted, "old.jsonl", code=9)
+        pillarbox("outbox", "prune", *WEEK, "--yes")
+        for other in ("other.jsonl", "table:old_events"):
+            assert "to finish that first" in pillarbox.complaint(*wanted, other, code=Exit.PROBLEM)
+        assert pillarbox(*wanted, "old.jsonl", "--dry-run").stdout == "archive: nothing to do\n"
+        closed = pillarbox(*wanted, "old.jsonl").stdout
+        assert closed == "archive: nothing is left for old.jsonl, audit entry 1 is closed\n"
+        assert trail(pillarbox)[-1] == ("archive", 0, None)
+        for free in ("old.jsonl", "other.jsonl", "table:old_events"):
+            assert pillarbox(*wanted, free).stdout == "archive: nothing to do\n"
+
+    @on_postgres
+    def test_a_table_takes_nothing_that_a_file_holds(self, pillarbox: CommandLine, old: Database) -> None:
+        die = "import os, pillarbox.stores.retention as r\nr.remove = lambda *_: os._exit(9)"
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
+        pillarbox.python(die, *wanted, "old.jsonl", code=9)
+        said = pillarbox.complaint(*wanted, "table:old_events", code=Exit.PROBLEM)
+        assert f"say --to {pillarbox.folder / 'old.jsonl'} to finish that first" in said
+        assert rows(old) == 6
 
     @on_sqlite
     def test_two_at_once_do_not_archive_the_same(self, pillarbox: CommandLine, old: Database) -> None:
@@ -225,6 +262,76 @@ class TestArchive:
         done = pillarbox.python(other, "outbox", "archive", *WEEK, "--yes", "--to", "old.jsonl", code=Exit.PROBLEM)
         assert "somebody else has archived meanwhile" in done.stderr
         assert (rows(old), [*pillarbox.folder.glob("*.jsonl*"), *pillarbox.folder.glob(".*")]) == (6, [])
+
+    @on_postgres
+    def test_of_two_at_once_to_one_file_each_writes_its_own(self, pillarbox: CommandLine, old: Database) -> None:
+        """One is whole and waits for its name while the other is killed half way."""
+        dies = """
+import os, pillarbox.stores.archive as a
+add = a.Writer.add
+def dying(self, rows):
+    add(self, rows)
+    if self.count >= 4:
+        self._file.flush()
+        os._exit(9)
+a.Writer.add = dying
+"""
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--batch", "2", "--to", "old.jsonl"]
+        first = pillarbox.start(*wanted, program=WAITS_FOR_ITS_NAME + COMMAND)
+        wait_until((pillarbox.folder / "whole").exists, "the first file is whole")
+        pillarbox.python(dies, *wanted, code=9)
+        (pillarbox.folder / "go").touch()
+        assert "6 deliveries archived" in first.communicate(timeout=60)[0]
+        assert (first.returncode, rows(old)) == (0, 0)
+        assert pillarbox.json("outbox", "restore", "old.jsonl", "--yes")["done"] == 6
+
+    @on_postgres
+    @pytest.mark.parametrize("first", ["finishes", "is killed"])
+    def test_of_two_at_once_the_second_to_be_whole_deletes_nothing(
+        self, pillarbox: CommandLine, old: Database, first: str
+    ) -> None:
+        """The trail tells of one archive, and whoever was killed meanwhile is known to have begun it."""
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to", "old.jsonl"]
+        die = "import pillarbox.stores.retention as r\nr.remove = lambda *_: os._exit(9)"
+        other = WAITS_FOR_ITS_NAME + (die if first == "is killed" else "") + COMMAND
+        (pillarbox.folder / "other.py").write_text(other, "utf-8")
+        second = """
+import pathlib, subprocess, sys, time, pillarbox.stores.archive as a
+header, finish, others = a.header, a.Writer.finish, []
+def behind(*given):
+    others.append(subprocess.Popen([sys.executable, "other.py", *sys.argv[1:]]))
+    while not pathlib.Path("whole").exists():
+        time.sleep(0.01)
+    return header(*given)
+def late(self):
+    pathlib.Path("go").touch()
+    others[0].wait()
+    finish(self)
+a.header, a.Writer.finish = behind, late
+"""
+        done = pillarbox.python(second, *wanted, code=Exit.PROBLEM)
+        assert "old.jsonl has come into being meanwhile: choose another name" in done.stderr
+        if first == "is killed":
+            assert rows(old) == 6
+            assert pillarbox.json(*wanted)["done"] == 6
+        assert (rows(old), [*pillarbox.folder.glob(".*.partial")]) == (0, [])
+        pillarbox("outbox", "archive", *WEEK, "--to", "next.jsonl", "--dry-run")  # is not refused
+        assert pillarbox.json("outbox", "restore", "old.jsonl", "--yes")["done"] == 6
+
+    @on_postgres
+    def test_only_what_the_file_with_the_name_holds_is_deleted(self, pillarbox: CommandLine, old: Database) -> None:
+        spoil = """
+import pathlib, pillarbox.stores.archive as a
+finish = a.Writer.finish
+def spoilt(self):
+    finish(self)
+    lines = pathlib.Path("old.jsonl").read_bytes().splitlines(keepends=True)
+    pathlib.Path("old.jsonl").write_bytes(b"".join(lines[:-1]))
+a.Writer.finish = spoilt
+"""
+        wanted = ["outbox", "archive", *WEEK, "--yes", "--to", "old.jsonl"]
+        assert "is damaged" in pillarbox.python(spoil, *wanted, code=Exit.PROBLEM).stderr
+        assert rows(old) == 6
 
     def test_to_a_table(self, pillarbox: CommandLine, old: Database) -> None:
         done = pillarbox.json("outbox", "archive", *WEEK, "--to", "table:old_events", "--yes", "--batch", "4")
@@ -256,9 +363,18 @@ class TestArchive:
     def test_a_full_disk(self, pillarbox: CommandLine, old: Database, name: str, size: int) -> None:
         """It is no fault of the database, and nothing is left of the file."""
         execute(old, f"UPDATE pillarbox_outbox SET body = CAST('{secrets.token_hex(size)}' AS BLOB)")
-        (pillarbox.folder / f".{name}.partial").symlink_to("/dev/full")
-        said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", name, "--yes", code=Exit.PROBLEM)
-        assert said == f"error: cannot write {pillarbox.folder / name}: No space left on device"
+        full = """
+import os
+opened = os.open
+def onto_a_full_disk(path, *rest):
+    file = opened(path, *rest)
+    if str(path).endswith(".partial"):
+        os.dup2(opened("/dev/full", os.O_WRONLY), file)
+    return file
+os.open = onto_a_full_disk
+"""
+        done = pillarbox.python(full, "outbox", "archive", *WEEK, "--to", name, "--yes", code=Exit.PROBLEM)
+        assert done.stderr == f"error: cannot write {pillarbox.folder / name}: No space left on device\n"
         assert (rows(old), [*pillarbox.folder.glob("*.jsonl*"), *pillarbox.folder.glob(".*")]) == (6, [])
 
     @on_sqlite

@@ -31,7 +31,7 @@ from ..stores.archive import Archived, Summary, Unfinished, Writer
 from ..stores.operations import Author
 from ..stores.retention import Page, Position, Scope, Stretch
 from . import partitions
-from .database import ask, changing, load_settings, run
+from .database import ask, change, changing, load_settings, run
 from .outbox import command, duration, signals
 from .output import CommandError, Exit, Number, Whole, check_text, confirm, confirmed, emit, number, options, signed
 
@@ -333,7 +333,8 @@ def archive(
     if not to.startswith(_TABLE) and not to.endswith((".jsonl", ".jsonl.zst")):
         raise click.UsageError("--to names a file that ends in .jsonl or .jsonl.zst, or table:NAME.")
     settings, path = load_settings(config), None if to.startswith(_TABLE) else Path(to).absolute()
-    begun = None if path is None else run(_begun(settings, path))
+    mine = run(_unfinished(settings, to if path is None else str(path)))
+    begun = None if path is None else run(_begun(path, mine))
     found = run(_surveyed(settings, older_than, route))
     selected = found.count if begun is None else begun.count
     report, code = _report("archive", selected, dry_run=dry_run), Exit.FINE
@@ -346,7 +347,13 @@ def archive(
         else:
             done, code = run(_archive_to_file(settings, found, order, path, begun))
         report |= done
-    _end(report, _told(report, f"archived to {to} and deleted"), code, as_json=as_json)
+    lines = [_told(report, f"archived to {to} and deleted")]
+    if mine is not None and not selected and not dry_run:
+        # It was killed before its file had its name, and its rows have gone another way: no other run could end it.
+        run(change(settings, partial(_give_up, mine=mine, author=Author(by, reason))))
+        report["audit"] = mine.entry
+        lines = [f"archive: nothing is left for {to}, audit entry {mine.entry} is closed"]
+    _end(report, "\n".join(lines), code, as_json=as_json)
 
 
 async def _archive_to_table(settings: Settings, found: _Survey, order: _Order) -> tuple[dict[str, Any], Exit]:
@@ -384,25 +391,34 @@ async def _archive_to_file(
     return work.ended(total)
 
 
-async def _begun(settings: Settings, path: Path) -> Unfinished | None:
-    """The run with this file that is not at its end, if there is one."""
+async def _unfinished(settings: Settings, target: str) -> Unfinished | None:
+    """The archive to this target that is not at its end, if there is one. No other one may be."""
     open_ones = await ask(settings, archives.unfinished)
-    mine = next((it for it in open_ones if it.target == str(path)), None)
     for other in open_ones:
-        if other is not mine:
+        if other.target != target:
             raise CommandError(
                 f"{other.target} was written, and its deliveries are still in the outbox: "
                 f"say --to {other.target} to finish that first",
                 Exit.PROBLEM,
             )
+    return open_ones[0] if open_ones else None
+
+
+async def _begun(path: Path, mine: Unfinished | None) -> Unfinished | None:
+    """The archive that this file belongs to, if there is a file."""
     if not await asyncio.to_thread(path.exists):
         return None
     if mine is None:
         raise CommandError(f"{path} exists: choose another name", Exit.PROBLEM)
-    summary = await asyncio.to_thread(archives.verify, path)
-    if summary.trailer.sha256 != mine.sha256:
-        raise CommandError(f"{path} is not the file that was begun: move it away, and run this again", Exit.PROBLEM)
+    await _check_file(path, mine.sha256)
     return mine
+
+
+async def _check_file(path: Path, sha256: str) -> None:
+    """That it is whole, and the one that the trail tells about: only what it holds is deleted."""
+    summary = await asyncio.to_thread(archives.verify, path)
+    if summary.trailer.sha256 != sha256:
+        raise CommandError(f"{path} is not the file that was begun: move it away, and run this again", Exit.PROBLEM)
 
 
 async def _write(work: _Run, path: Path, found: _Survey) -> bool:
@@ -424,7 +440,11 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
             return False
         work.details["sha256"] = writer.close().trailer.sha256
         work.audit = await work.transaction(_begin, work, writer.count, before)
-        writer.finish()
+        try:
+            writer.finish()
+        except StoreError:
+            await work.transaction(partial(work.note, done=0, withdrawn=True))
+            raise
     except BaseException:
         writer.discard()
         raise
@@ -439,8 +459,14 @@ def _begin(connection: Connection, work: _Run, count: int, before: int) -> int:
     return work.note(connection, 0, count=count, finished=False)
 
 
+def _give_up(connection: Connection, mine: Unfinished, author: Author) -> None:
+    details = {"count": 0, "sha256": mine.sha256, "finished": True}
+    retention.note(connection, author, "archive", mine.target, details=details, entry=mine.entry)
+
+
 async def _delete_archived(work: _Run, path: Path) -> None:
     """Delete what the file holds, and nothing else. It makes no difference which of it is gone already."""
+    await _check_file(path, work.details["sha256"])
     rows = archives.read(path)
     while not work.told.done():
         keys = [row.row for row in islice(rows, work.chunk)]

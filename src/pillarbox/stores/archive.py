@@ -1,10 +1,10 @@
 """Archives: what leaves the outbox by retention, kept in a file or a table, and the way back.
 
 A file is JSON lines, compressed if its name ends in ``.zst``: a line that says where it comes from, one per delivery,
-and a last one with their number and the SHA-256 of all bytes before it. It is written under another name, brought to
-the disk, read back, and then gets its name: a file with the right name is whole. Only then are rows deleted, those that
-the file holds and no others, and the trail says how far that has come. Whoever finds the work half done goes on with
-the same file.
+and a last one with their number and the SHA-256 of all bytes before it. It is written under a name that no other run
+has, brought to the disk, read back, and then gets its own, unless somebody else has taken that: a file with the right
+name is whole. Only then are rows deleted, those that the file holds and no others, and the trail says how far that has
+come. Whoever finds the work half done goes on with the same file.
 
 In a table a row arrives in the transaction that deletes it from the outbox.
 """
@@ -17,7 +17,9 @@ import io
 import json
 import os
 import re
+import secrets
 import sqlite3
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -53,11 +55,15 @@ from .retention import RowKey, alone, identities
 from .schema import SCHEMA_VERSION
 from .tables import audit, lanes, meta, outbox, routes
 
+if sys.platform != "win32":
+    import fcntl
+
 FORMAT = 1
 MAX_BYTES = 8_388_608
 """Of bodies that are in memory at a time, but for one that is larger."""
 _Line = TypeVar("_Line", bound=msgspec.Struct)
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+_PARTIAL = re.compile(r"\..+\.jsonl(\.zst)?\.[0-9a-f]{8}\.partial")
 
 
 class Archived(msgspec.Struct, omit_defaults=True):
@@ -206,12 +212,15 @@ class Writer:
     def __init__(self, path: Path, header: Header) -> None:
         compressor = _zstandard().ZstdCompressor() if path.suffix == ".zst" else None
         self.path, self.count = path, 0
-        self._partial = path.with_name(f".{path.name}.partial")
+        self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         self._digest = hashlib.sha256()
         self._files = ExitStack()
+        _tidy(path.parent)
         with self._writing():
-            opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # bodies may be personal
+            opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # bodies may be personal
         self._file = self._files.enter_context(os.fdopen(opened, "wb"))
+        with suppress(OSError):  # where there are no locks nobody tidies up, either
+            _lock(self._file)
         self._out: Any = self._file if compressor is None else compressor.stream_writer(self._file, closefd=False)
         self._write(header)
 
@@ -231,18 +240,20 @@ class Writer:
                 self._out.close()
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._files.close()
         found = verify(self._partial, compressed=self.path.suffix == ".zst")
         if found.trailer != trailer:
             raise StoreError(f"{self._partial} is not what was written: see the disk")
         return found
 
     def finish(self) -> None:
-        """Give the file its name."""
-        if self.path.exists():
-            raise StoreError(f"{self.path} has come into being meanwhile: choose another name")
+        """Give the file its name. `StoreError` if another one has it by now."""
         with self._writing():
-            self._partial.rename(self.path)
+            try:
+                os.link(self._partial, self.path)  # a rename would replace what is there
+            except FileExistsError as error:
+                raise StoreError(f"{self.path} has come into being meanwhile: choose another name") from error
+            self._partial.unlink()
+            self._files.close()
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -268,6 +279,21 @@ class Writer:
         if not isinstance(line, Trailer):
             self._digest.update(data)
         self._out.write(data)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what runs that were killed have left in the folder. One that lives holds a lock."""
+    for path in folder.glob(".*.partial"):
+        if _PARTIAL.fullmatch(path.name):
+            with suppress(OSError), path.open("rb") as file:
+                _lock(file)
+                path.unlink()
+
+
+def _lock(file: BinaryIO) -> None:
+    """Until it is closed, at the latest by the end of the process. `OSError` if somebody else has the lock."""
+    if sys.platform != "win32":  # where a file that is open cannot be removed anyway
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def verify(path: Path, *, compressed: bool | None = None) -> Summary:
@@ -391,11 +417,15 @@ class Unfinished(msgspec.Struct):
 
 
 def unfinished(connection: Connection) -> list[Unfinished]:
-    """Files that were written, and whose rows are still in the outbox. A later run with the same name counts alone."""
+    """Files that were written, and whose rows are still in the outbox. A later run with the same name counts alone,
+    unless it was withdrawn: then the file is that of another run.
+    """
     found: dict[str, Unfinished | None] = {}
     trail = select(audit.c.id, audit.c.target, audit.c.details).where(audit.c.action == "archive").order_by(audit.c.id)
     for entry, target, details in connection.execute(trail):
         said = json.loads(details or "{}")
+        if said.get("withdrawn"):
+            continue
         done = said.get("finished", True)
         found[target] = None if done else Unfinished(entry, target, said["sha256"], said["count"])
     return [it for it in found.values() if it is not None]
