@@ -317,12 +317,13 @@ class LaneStore(Protocol):
         serves: Collection[int],
         shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
-    ) -> frozenset[LaneName]:
+    ) -> dict[LaneName, bool]:
         """Say that the relay is alive and which routes and shards it serves, and extend the leases of these lanes;
-        those that are still ours come back.
+        those that are still ours come back, each with whether its lease was extended.
 
-        A lease that has expired but that nobody has taken is extended, too. What troubles a lane, or that nothing does,
-        is kept for people to see.
+        It was not if somebody else has locked the lane's row; no other lane waits for that. A lease that has expired
+        but that nobody has taken is extended, too. What troubles a lane, or that nothing does, is kept for people to
+        see.
         """
         ...
 

@@ -337,9 +337,9 @@ class Relay:
             worker = self._workers.get(lane.name)
             if worker is None or worker.lane.token != lane.token:
                 continue
-            if lane.name in ours:
+            if ours.get(lane.name):
                 worker.extend(self._deadline(before))
-            else:
+            elif lane.name not in ours:  # else its row is locked, and what we know of the lease holds until it ends
                 extra = self._fields(telemetry.LOG_TAKEN_OVER, lane)
                 logger.warning("relay %s: lane %s was taken over", self.name, lane, extra=extra)
                 worker.lose()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Failure, FailurePolicy
+from pillarbox.outbox import Batch, Failure, FailurePolicy, Lane, LaneName, shard_of
 from pillarbox.stores import leases, sqlite
 from pillarbox.stores.columns import from_now, now
 from pillarbox.stores.log import LogStore
@@ -16,9 +21,16 @@ from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
+from pillarbox.transports.memory import MemoryTransport
+from tests.relays import running, soon
 from tests.servers import Database
 
 LEASE = 0.5
+with_locks_on_rows = pytest.mark.parametrize("database", ["embedded", "mariadb"], indirect=True)
+
+
+class Rung(IntegrationEvent, name="leases.bell.rung"):
+    number: int
 
 
 async def test_h30_a_lease_counts_from_the_moment_it_is_taken_however_old_the_transaction(database: Database) -> None:
@@ -63,3 +75,110 @@ async def test_h45_lanes_that_could_not_be_made_ready_are_free_at_once(postgres_
     [lane] = await store.take("another", lease=60, wanted={ROUTE.id: 1}, shards={ROUTE.id: [0]})
     assert [row.id for row in (await store.poll(lane, limit=10)).redo] == [behind]
     await engine.dispose()
+
+
+@asynccontextmanager
+async def locked(engine: AsyncEngine, name: LaneName) -> AsyncIterator[AsyncConnection]:
+    """Somebody keeps the row of a lane in a transaction."""
+    here = (lanes.c.route == name.route, lanes.c.shard == name.shard)
+    async with engine.begin() as connection:
+        await connection.execute(select(lanes.c.epoch).where(*here).with_for_update())
+        yield connection
+
+
+@with_locks_on_rows
+class TestALaneThatSomebodyHasLocked:
+    @pytest.fixture
+    async def store(self, database: Database) -> AsyncIterator[QueueStore]:
+        engine = create_async_engine(database.url())
+        self.engine = engine
+        async with engine.begin() as connection:
+            await connection.run_sync(migrate)
+            await connection.run_sync(QueueStore(engine).register, [ROUTE])
+        store = QueueStore(engine)
+        yield store
+        await store.let_go()
+        await engine.dispose()
+
+    async def take(self, store: QueueStore) -> list[Lane]:
+        return await store.take("r1", lease=60, wanted={ROUTE.id: 3})
+
+    async def renewed(self, store: QueueStore, held: Sequence[Lane], lease: float = LEASE) -> list[bool | None]:
+        kept = await store.renew("r1", held, lease=lease, serves=[])
+        return [kept.get(lane.name) for lane in held]
+
+    async def test_is_neither_renewed_nor_lost_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
+        held = await self.take(store)
+        async with locked(self.engine, held[1].name):
+            assert await self.renewed(store, held) == [True, False, True]
+        assert await self.renewed(store, held) == [True, True, True]
+
+    async def test_is_lost_when_it_has_got_another_owner(self, store: QueueStore) -> None:
+        held = await self.take(store)
+        async with locked(self.engine, held[1].name) as connection:
+            here = (lanes.c.route == held[1].route.id, lanes.c.shard == held[1].shard)
+            await connection.execute(lanes.update().where(*here).values(epoch=lanes.c.epoch + 1))
+            assert await self.renewed(store, held) == [True, False, True]
+        assert await self.renewed(store, held) == [True, None, True]
+
+    async def test_is_renewed_as_soon_as_it_is_free(self, store: QueueStore) -> None:
+        """A lane is also busy with the writes of its own owner, and is not lost for that."""
+        held = await self.take(store)
+        async with locked(self.engine, held[1].name):
+            renewing = asyncio.create_task(self.renewed(store, held, lease=600))
+            there = select(func.count()).where(lanes.c.locked_until > from_now(300))
+            async with self.engine.connect() as connection:
+                while (await connection.execute(there)).scalar_one() < 2:
+                    await connection.rollback()
+        assert await renewing == [True, True, True]
+
+    async def test_is_not_released_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
+        held = await self.take(store)
+        async with locked(self.engine, held[1].name):
+            await store.release("r1", held)
+            taken = await store.take("r2", lease=60, wanted={ROUTE.id: 3}, shards={ROUTE.id: [it.shard for it in held]})
+        assert [lane.shard for lane in taken] == [held[0].shard, held[2].shard]
+        assert await self.renewed(store, held) == [None, True, None]
+
+
+@with_locks_on_rows
+async def test_a_lane_that_somebody_has_locked_costs_a_relay_no_other_one(database: Database) -> None:
+    """For longer than a lease, and with something to send there."""
+    engine = create_async_engine(database.url())
+    broker = MemoryTransport()
+    routes = [Route("leases.**", to="broker", topic="bells")]
+    async with Pillarbox(engine, transports={"broker": broker}, routes=routes) as box:
+        await box.migrate()
+
+        async def ring(number: int) -> None:
+            async with box.unit_of_work() as uow:
+                for shard in range(16):
+                    uow.publish(Rung(number=number), key=_KEYS[shard])
+
+        await ring(0)
+        relay = box.relay(name="r1", lease=1.0)
+        async with running(relay):
+            await soon(lambda: len(broker.sent("bells")) == 16)
+            async with engine.connect() as connection:
+                (route,) = (await connection.scalars(select(lanes.c.route).distinct())).all()
+                before = {*await connection.execute(select(lanes.c.shard, lanes.c.epoch))}
+            async with locked(engine, LaneName(route, 3)):
+                async with engine.connect() as connection:
+                    begun = (await connection.execute(select(now()))).scalar_one()
+                await ring(1)
+                over = select(func.count()).where(lanes.c.locked_until > from_now(), from_now(-3.0) > begun)
+                for _ in range(10_000):
+                    async with engine.connect() as connection:
+                        if (await connection.execute(over)).scalar_one() >= 15:
+                            break
+                else:
+                    pytest.fail("the other leases have ended")
+                assert len(broker.sent("bells")) == 31
+            await soon(lambda: len(broker.sent("bells")) == 32)
+            async with engine.connect() as connection:
+                after = {*await connection.execute(select(lanes.c.shard, lanes.c.epoch))}
+        assert {shard for shard, _ in after - before} <= {3}
+    await engine.dispose()
+
+
+_KEYS = {shard_of(key, 16): key for key in map(str, range(500))}

@@ -135,9 +135,9 @@ def _release_without_fence(patch: pytest.MonkeyPatch) -> None:
 def _renew_without_fence(patch: pytest.MonkeyPatch) -> None:
     renew = MemoryStore.renew
 
-    async def careless(self: MemoryStore, relay: str, held: Sequence[Any], **options: Any) -> frozenset[LaneName]:
+    async def careless(self: MemoryStore, relay: str, held: Sequence[Any], **options: Any) -> dict[LaneName, bool]:
         await renew(self, relay, held, **options)
-        return frozenset(lane.name for lane in held)
+        return {lane.name: True for lane in held}
 
     patch.setattr(MemoryStore, "renew", careless)
 

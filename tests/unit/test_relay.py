@@ -330,7 +330,7 @@ class TestLeases:
         renewed: list[float] = []
         renew = world.store.renew
 
-        async def watched(*args: Any, **kwargs: Any) -> frozenset[LaneName]:
+        async def watched(*args: Any, **kwargs: Any) -> dict[LaneName, bool]:
             renewed.append(clock.current().monotonic())
             return await renew(*args, **kwargs)
 

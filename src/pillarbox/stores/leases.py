@@ -6,8 +6,10 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +33,7 @@ from sqlalchemy import (
     update,
 )
 
+from .. import clock
 from ..cursor import Cursor
 from ..errors import LeaseLostError
 from ..outbox import Announcement, Census, Key, Lane, LaneName, Shards, Status, Trouble
@@ -42,6 +45,8 @@ from .turns import Turns
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
+_AGAIN = 0.02
+_RELEASE_SECONDS = 0.5
 
 
 class Leases(Turns):
@@ -79,17 +84,34 @@ class Leases(Turns):
         serves: Collection[int],
         shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
-    ) -> frozenset[LaneName]:
+    ) -> dict[LaneName, bool]:
         self.keep()
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
-        return await self.change_apart(_renew, relay, alive, lanes, troubles or {})
+        renew = partial(_renew, relay=relay, alive=alive, troubles=troubles or {})
+        return await self._change_lanes(renew, lanes, lease / 10)
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
         try:
-            await self.change_apart(_release, relay, lanes, leaving)
+            await self._change_lanes(partial(_release, relay=relay, leaving=leaving), lanes, _RELEASE_SECONDS)
         finally:
             if leaving:
                 await self.let_go()
+
+    async def _change_lanes(
+        self, change: Callable[[Connection, Sequence[Lane]], dict[LaneName, bool]], held: Sequence[Lane], seconds: float
+    ) -> dict[LaneName, bool]:
+        """Change the rows of lanes, but wait for nobody who has locked one: that may be for long, and would cost us the
+        other lanes. One that is busy with a write of our own is free in a moment, so those come again for a while.
+        """
+        until = clock.current().monotonic() + seconds
+        changed: dict[LaneName, bool] = {}
+        while True:
+            found = await self.change_apart(change, held)
+            changed |= {name: True for name, done in found.items() if done}
+            held = [lane for lane in held if found.get(lane.name) is False]
+            if not held or clock.current().monotonic() >= until:
+                return changed | {lane.name: False for lane in held}
+            await asyncio.sleep(_AGAIN)
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
@@ -270,20 +292,37 @@ def _stay_alive(connection: Connection, relay: str, alive: Mapping[str, Any]) ->
 
 def _renew(
     connection: Connection,
+    held: Sequence[Lane],
     relay: str,
     alive: Mapping[str, Any],
-    held: Sequence[Lane],
     troubles: Mapping[LaneName, Trouble],
-) -> frozenset[LaneName]:
+) -> dict[LaneName, bool]:
     _stay_alive(connection, relay, alive)
     if not held:
-        return frozenset()
+        return {}
     ours = and_(lanes.c.locked_by == relay, _fence(held))
-    connection.execute(update(lanes).where(ours).values(locked_until=alive["expires_at"]))
-    kept = connection.execute(select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours)).all()
-    known = {LaneName(route, shard): trouble for route, shard, trouble in kept}
-    _record_troubles(connection, known, troubles)
-    return frozenset(known)
+    free = _unlocked(connection, ours)
+    if free:
+        connection.execute(update(lanes).where(among(lanes, free)).values(locked_until=alive["expires_at"]))
+    _record_troubles(connection, free, troubles)
+    return _outcome(connection, ours, held, free)
+
+
+def _unlocked(connection: Connection, ours: ColumnElement[bool]) -> dict[LaneName, str | None]:
+    """Lanes whose rows nobody else has locked, with what troubles them; we have them locked now."""
+    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=True)
+    return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
+
+
+def _outcome(
+    connection: Connection, ours: ColumnElement[bool], held: Sequence[Lane], changed: Collection[LaneName]
+) -> dict[LaneName, bool]:
+    """Which lanes are ours, and whether they were changed. One that is neither has another owner."""
+    done = dict.fromkeys(changed, True)
+    if len(done) == len(held):
+        return done
+    rest = connection.execute(select(lanes.c.route, lanes.c.shard).where(ours)).all()
+    return {LaneName(*row): False for row in rest} | done
 
 
 def _record_troubles(
@@ -300,16 +339,21 @@ def _record_troubles(
             )
 
 
-def _release(connection: Connection, relay: str, held: Sequence[Lane], leaving: bool) -> None:
-    if held:
-        connection.execute(
-            update(lanes)
-            .where(_fence(held))
-            .values(token=None, locked_by=None, locked_until=None, trouble=None, trouble_until=None)
-        )
+def _release(connection: Connection, held: Sequence[Lane], relay: str, leaving: bool) -> dict[LaneName, bool]:
     if leaving:
         connection.execute(delete(relays).where(relays.c.name == relay))
         _forget_the_dead(connection)
+    if not held:
+        return {}
+    ours = _fence(held)
+    free = _unlocked(connection, ours)
+    if free:
+        connection.execute(
+            update(lanes)
+            .where(among(lanes, free))
+            .values(token=None, locked_by=None, locked_until=None, trouble=None, trouble_until=None)
+        )
+    return _outcome(connection, ours, held, free)
 
 
 def _fence(held: Sequence[Lane]) -> ColumnElement[bool]:

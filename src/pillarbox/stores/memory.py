@@ -249,14 +249,14 @@ class MemoryStore:
         serves: Collection[int],
         shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
-    ) -> frozenset[LaneName]:
+    ) -> dict[LaneName, bool]:
         until = clock.current().monotonic() + lease
         self._relays[relay] = _Relay(until, frozenset(serves), None if shards is None else frozenset(shards))
         ours = [lane.name for lane in lanes if self._owns(lane) and self._lanes[lane.name].locked_by == relay]
         for name in ours:
             self._lanes[name].locked_until = until
             self._lanes[name].trouble = (troubles or {}).get(name)
-        return frozenset(ours)
+        return dict.fromkeys(ours, True)
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
         for lane in lanes:

@@ -269,7 +269,7 @@ class OutboxStoreContract:
         await world.store.release("r1", [lane])
         with pytest.raises(LeaseLostError):
             await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
-        assert await world.store.renew("r1", [lane], lease=LEASE, serves=[ROUTE.id]) == frozenset()
+        assert await world.store.renew("r1", [lane], lease=LEASE, serves=[ROUTE.id]) == {}
         assert await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
 
     async def test_a_lane_that_has_another_owner_is_not_released(self, world: World) -> None:
@@ -284,7 +284,7 @@ class OutboxStoreContract:
         lanes = await world.store.take("r1", lease=0.05, wanted={ROUTE.id: 1000})
         await self.until_nothing_is_leased(world)
         kept = await world.store.renew("r1", lanes, lease=LEASE, serves=[ROUTE.id])
-        assert kept == {lane.name for lane in lanes}
+        assert kept == {lane.name: True for lane in lanes}
         assert await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1000}) == []
 
     async def test_a_lane_that_somebody_else_took_is_not_renewed(self, world: World) -> None:
@@ -294,8 +294,8 @@ class OutboxStoreContract:
         [new] = await world.store.take("r2", lease=LEASE, wanted={ROUTE.id: 1})
         [kept] = await world.store.take("r1", lease=LEASE, wanted={ROUTE.id: 1})
         assert new.name == lost.name
-        assert await world.store.renew("r1", [lost, kept], lease=LEASE, serves=[]) == {kept.name}
-        assert await world.store.renew("r2", [new], lease=LEASE, serves=[]) == {new.name}
+        assert await world.store.renew("r1", [lost, kept], lease=LEASE, serves=[]) == {kept.name: True}
+        assert await world.store.renew("r2", [new], lease=LEASE, serves=[]) == {new.name: True}
 
     async def test_troubles_are_kept_while_there_are_any(self, world: World) -> None:
         await world.register(ROUTE)
