@@ -115,6 +115,10 @@ class TestPrune:
         assert "this would delete 6 deliveries of the outbox for ever: say --yes" in said
         said = pillarbox.complaint("outbox", "prune", "--older-than", "1s", "--yes", code=Exit.USAGE)
         assert "rows stay for 60 seconds at least" in said
+        for command in (["prune"], ["archive", "--to", "old.jsonl"], ["redrive"], ["discard"]):
+            for age in ("800000d", "999999999d", "876001h"):
+                said = pillarbox.complaint("outbox", *command, "--older-than", age, code=Exit.USAGE)
+                assert f"'{age}' is too long: at most '36500d'" in said
         said = pillarbox.complaint("outbox", "prune", *WEEK, "--route", "nowhere", code=Exit.PROBLEM)
         assert "there is no route 'nowhere'" in said
         assert rows(old) == 6

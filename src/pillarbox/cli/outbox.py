@@ -56,6 +56,7 @@ _PORTION = 500
 _SAMPLE = 10
 _PATTERN_HELP = "Event name; * is one part, ** at the end the rest."
 _UNITS = {"s": 1, "min": 60, "h": 3_600, "d": 86_400}
+_LONGEST = 36_500 * 86_400
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -195,7 +196,10 @@ def duration(_context: click.Context, _parameter: click.Parameter, text: str | N
     found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(s|min|h|d)", text)
     if found is None:
         raise click.BadParameter(f"{text!r} is no duration: write '90s', '15min', '2h' or '7d'.")
-    return float(found[1]) * _UNITS[found[2]]
+    seconds = float(found[1]) * _UNITS[found[2]]
+    if seconds > _LONGEST:
+        raise click.BadParameter(f"{text!r} is too long: at most '{_LONGEST // 86_400}d'.")
+    return seconds
 
 
 def _selecting(action: Action) -> Callable[[_Command], _Command]:
