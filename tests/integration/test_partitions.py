@@ -15,11 +15,12 @@ from uuid import UUID, uuid4
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
+from pillarbox.cli import partitions as cli
 from pillarbox.errors import DuplicateEventError, StoreError
 from pillarbox.outbox import Batch, Delivery, Failure, Status, stable_hash
 from pillarbox.stores import days, inspection, operations, partitions, retention, sqlite, store_on
@@ -37,7 +38,7 @@ from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
 from tests.domain import make_due
 from tests.integration.test_store_plans import _recorded
-from tests.relays import running
+from tests.relays import running, soon
 from tests.servers import Database
 
 TOPIC = "yard.events"
@@ -415,6 +416,31 @@ class TestDays:
                 await yard.drop()
             assert is_busy(error.value)
         assert len(await yard.drop()) == 1
+
+    async def test_a_day_is_counted_again_when_nobody_is_in_the_way_any_more(
+        self, yard: Yard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Counting a large day takes long, and every try would do it in vain."""
+        monkeypatch.setattr(cli, "_PAUSE", 0.0)
+        await yard.partition(OLD[0])
+        await yard.publish("a", OLD[0])
+        await yard.drain()
+        whole = cli.Days(*await yard.survey())
+        part = whole.found.doomed[0].part
+        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        statements: list[str] = []
+        event.listen(yard.engine.sync_engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+
+        def asked(what: str) -> int:
+            return sum(what in it for it in statements)
+
+        async with yard.engine.begin() as writer:
+            await writer.run_sync(yard.store.append, [_of(TODAY)])
+            dropping = asyncio.create_task(whole.drop(yard.engine, told, lambda *_: 1, lambda *_: None))
+            await soon(lambda: asked("set_config('lock_timeout'") > 4)
+            assert asked(counting := f"FROM {part.name} o LEFT JOIN") == 1
+        await dropping
+        assert (whole.dropped, asked(counting)) == ([str(OLD[0])], 2)
 
     async def test_a_place_is_one_of_its_partition(self, yard: Yard) -> None:
         """The first row of every partition has the same place; only those that were asked for go."""

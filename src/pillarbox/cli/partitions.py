@@ -45,10 +45,34 @@ def ahead(command: _Command) -> _Command:
     return it(command)
 
 
-async def in_turn(engine: AsyncEngine, work: Callable[[Connection], _T], told: asyncio.Future[Any]) -> _T | None:
-    """Run it in a transaction, when nobody is in its way; None if somebody always was."""
-    for _ in range(_TRIES):
+def patience(command: _Command) -> _Command:
+    """How long others may be kept waiting."""
+    it = click.option(
+        "--patience",
+        type=Number(0, 3600, min_open=True),
+        metavar="SECONDS",
+        default=partitions.PATIENCE,
+        show_default=True,
+        help="How long writers may have to wait while rows are looked through.",
+    )
+    return it(command)
+
+
+async def in_turn(
+    engine: AsyncEngine,
+    work: Callable[[Connection], _T],
+    told: asyncio.Future[Any],
+    *,
+    probe: Callable[[Connection], None] | None = None,
+) -> _T | None:
+    """Run it in a transaction, when nobody is in its way; None if somebody always was. Before it is tried again, the
+    probe sees, in a transaction of its own, whether somebody still is.
+    """
+    for tries in range(_TRIES):
         try:
+            if tries and probe is not None:
+                async with engine.begin() as connection:
+                    await connection.run_sync(probe)
             async with engine.begin() as connection:
                 return await connection.run_sync(work)
         except DBAPIError as error:
@@ -227,7 +251,7 @@ class Days:
                 fate = days.drop(connection, part, self.scope, self.lanes)
                 return fate, 0 if fate.stay else note(connection, fate.rows, dropped)
 
-            done = await in_turn(engine, work, told)
+            done = await in_turn(engine, work, told, probe=partial(days.probe, part=doomed.part))
             if done is None:
                 self.notes.append(f"{doomed.part}: {_BUSY}")
             elif done[0].stay:

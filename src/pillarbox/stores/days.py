@@ -81,6 +81,16 @@ def drop(connection: Connection, part: Part, scope: Scope, places: Sequence[Stre
     return fate
 
 
+def probe(connection: Connection, part: Part) -> None:
+    """Take the locks that dropping a day takes, and nothing else, in a transaction of its caller. Counting its rows may
+    take long, and is in vain as long as somebody is in the way.
+    """
+    waits_briefly(connection)
+    connection.exec_driver_sql(
+        f"LOCK TABLE ONLY {layout(connection).outbox}, ONLY {part.name} IN ACCESS EXCLUSIVE MODE"
+    )
+
+
 def _is_late(part: Part, scope: Scope) -> bool:
     return moment(part.last) <= scope.before - _GRACE
 
