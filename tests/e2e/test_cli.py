@@ -240,6 +240,14 @@ class TestItself:
         }
         assert documented == set(Exit)
 
+    def test_the_page_of_tables_names_every_action_of_the_trail(self) -> None:
+        """Whoever is asked who they are is written down."""
+        page = (DOCS / "tables.md").read_text("utf-8")
+        (listed,) = re.findall(r"^\| `action` \| of deliveries (.+) \|$", page, re.MULTILINE)
+        signed = [path for path, command in _commands(root) if any("--by" in it.opts for it in command.params)]
+        actions = {("letter-" if " dlq " in path else "") + path.split()[-1] for path in signed}
+        assert actions == {*re.findall("`([a-z-]+)`", listed)}
+
 
 def _commands(command: click.Command, path: str = "pillarbox") -> Iterator[tuple[str, click.Command]]:
     if isinstance(command, click.Group):

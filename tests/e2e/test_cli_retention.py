@@ -207,6 +207,20 @@ class TestArchive:
         assert (named["done"], named["there"], named["discarded"]) == (1, 1, 0)
         assert drain(filled) == 1
 
+    def test_what_was_edited_is_known_by_both_its_ids(self, pillarbox: CommandLine, filled: Database) -> None:
+        assert drain(filled, rejected="A") == 5
+        (bad,) = pillarbox.json("outbox", "list", "--status", "RETRYING")["deliveries"]
+        (pillarbox.folder / "body.json").write_text('{"sku": "b"}', "utf-8")
+        edit = ["outbox", "edit", bad["event_id"], "--route", BROKER, "--body", "body.json", "--reason", "wrong sku"]
+        new = pillarbox.json(*edit)["new_event_id"]
+        assert drain(filled) == 1
+        _make_old(filled)
+        pillarbox("outbox", "archive", *WEEK, "--to", "old.jsonl", "--yes")
+        wanted = ["outbox", "restore", "old.jsonl", "--route", BROKER, "--event"]
+        for event in (bad["event_id"], new):
+            assert pillarbox.json(*wanted, event, "--dry-run")["selected"] == 1
+        assert pillarbox.json(*wanted, bad["event_id"], "--yes")["done"] == 1
+
     def test_a_run_that_was_stopped_is_finished_by_the_next_one(self, pillarbox: CommandLine, old: Database) -> None:
         """The file is whole, and a part of its rows is gone: nothing is lost, and nothing is archived twice."""
         wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]

@@ -518,7 +518,7 @@ def restore(
     settings, summary = load_settings(config), archives.verify(file)
 
     def is_chosen(row: Archived) -> bool:
-        return route in (None, row.route) and (not events or row.event_id in events)
+        return route in (None, row.route) and (not events or not row.known_as.isdisjoint(map(str, events)))
 
     def stays_out(row: Archived) -> bool:
         return resend and not events and row.status is Status.DISCARDED

@@ -99,6 +99,12 @@ class Archived(msgspec.Struct, omit_defaults=True):
         return (self.body or "").encode() if self.body_base64 is None else base64.b64decode(self.body_base64)
 
     @property
+    def known_as(self) -> set[str]:
+        """The ids by which people know the event: that which was sent and, if it was edited, those before."""
+        ids = {self.event_id, self.raised_event_id or self.event_id}
+        return {*map(str, ids), self.headers.get("original_event_id", str(self.event_id))}
+
+    @property
     def row(self) -> RowKey:
         """How the row is found in the outbox."""
         return RowKey(self.id, self.raised_event_id or self.event_id, self.route_id, self.schema_version, 0)
