@@ -9,7 +9,7 @@ import pytest
 from pillarbox.cli.output import Exit
 from pillarbox.stores.partitions import first_id
 from tests.e2e import test_cli
-from tests.e2e.test_cli import CommandLine, execute, on_postgres, on_sqlite
+from tests.e2e.test_cli import CommandLine, checks, execute, on_postgres, on_sqlite
 from tests.e2e.test_cli_retention import WEEK, drain, rows
 from tests.servers import Database
 
@@ -20,6 +20,10 @@ filled = test_cli.filled
 
 TODAY = datetime.now(UTC).date()
 OLD = TODAY - timedelta(days=30)
+_MANY = """
+    INSERT INTO pillarbox_outbox (event_id, event_type, route, shard, schema_version, topic, key, headers, body)
+    SELECT gen_random_uuid(), 'x', 1, 0, 1, 't', 'k', '{}', '{}' FROM generate_series(1, 50000)
+"""
 
 
 @pytest.fixture
@@ -79,9 +83,44 @@ class TestPartition:
         pillarbox("outbox", "restore", "old.jsonl", "--yes")
         assert rows(old) == 6
 
+    def test_a_default_partition_that_is_too_large_is_tried_once(self, pillarbox: CommandLine, old: Database) -> None:
+        """Everybody waits while it is looked through: for no day in vain, and never in silence."""
+        execute(old, _MANY)
+        hasty = ("outbox", "prune", "--older-than", "30d", "--yes", "--patience", "0.001", "--ahead", "3")
+        done = pillarbox.json(*hasty, code=Exit.PROBLEM)
+        coming = [TODAY + timedelta(days=number) for number in (0, 2, 3)]
+        why = "looking through the default partition takes longer than 0.001 s; prune it first, or say --patience"
+        assert done["days"]["made"] == []
+        assert [it for it in done["days"]["notes"] if "longer" in it] == [f"3 days ({TODAY} to {coming[-1]}): {why}"]
+        patient = pillarbox.json("outbox", "prune", "--older-than", "30d", "--yes", "--patience", "60", "--ahead", "3")
+        assert patient["days"]["made"] == [str(day) for day in coming]
+
+    @pytest.mark.usefixtures("old")
+    def test_no_patience_is_not_endless_patience(self, pillarbox: CommandLine, filled: Database) -> None:
+        execute(filled, _MANY)
+        done = pillarbox("outbox", "partition", "--ahead", "3", "--patience", "0.0001", code=Exit.PROBLEM)
+        assert "takes longer than 0.0001 s" in done.stdout
+
+    def test_doctor_says_when_the_coming_day_has_no_partition(self, pillarbox: CommandLine, filled: Database) -> None:
+        assert "days" not in checks(pillarbox.json("doctor"))
+        pillarbox("outbox", "partition", "--yes", "--ahead", "1")
+        tomorrow = TODAY + timedelta(days=1)
+        found = checks(pillarbox.json("doctor"))["days"]
+        assert (found["state"], found["found"]) == ("ok", f"there are partitions up to {tomorrow}")
+        execute(filled, f"DROP TABLE pillarbox_outbox_{tomorrow:%Y%m%d}")
+        found = checks(pillarbox.json("doctor"))["days"]
+        assert found["state"] == "warning"
+        assert found["found"].startswith(f"{tomorrow} has no partition")
+
     def test_senseless_numbers_are_refused(self, pillarbox: CommandLine, migrated: Database) -> None:
         assert migrated.is_postgres
-        for wrong in (("--ahead", "0"), ("--ahead", "91"), ("--patience", "0"), ("--ahead", "x")):
+        for wrong in (
+            ("--ahead", "0"),
+            ("--ahead", "91"),
+            ("--patience", "0"),
+            ("--patience", "1e9"),
+            ("--ahead", "x"),
+        ):
             assert "Invalid value" in pillarbox("outbox", "partition", *wrong, code=Exit.USAGE).stderr
 
 

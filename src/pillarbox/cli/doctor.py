@@ -17,7 +17,7 @@ from ..errors import NotMigratedError, StoreError
 from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
 from ..settings import Settings, masked
-from ..stores import inspection
+from ..stores import inspection, partitions
 from ..stores.columns import from_now
 from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group, LaneState, RelayState
@@ -112,6 +112,7 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _original(connection)
     yield from _shards(connection, settings)
     yield from _ids(connection)
+    yield from _days(connection)
     relays, lanes = inspection.live_relays(connection), inspection.lane_states(connection)
     groups = inspection.statistics(connection)
     yield from _relays(relays, groups)
@@ -183,6 +184,19 @@ def _expected(check: str, what: str, value: int, otherwise: State, remedy: str) 
     if value == 1:
         return Check(check, State.OK, f"{what} is 1")
     return Check(check, otherwise, f"{what} is {value}, and should be 1", remedy)
+
+
+def _days(connection: Connection) -> Iterator[Check]:
+    """Daily partitions. Nothing is said where there are none."""
+    found = partitions.layout(connection)
+    if not found.partitioned:
+        return
+    for day in partitions.missing_days(connection, found, first=1, ahead=1):
+        what = f"{day} has no partition, so its deliveries will be in the default one, and go row by row"
+        remedy = "let `pillarbox outbox prune` run every day, and see what keeps it from making days"
+        yield Check("days", State.WARNING, what, remedy)
+        return
+    yield Check("days", State.OK, f"there are partitions up to {found.parts[-1]}")
 
 
 def _relays(relays: list[RelayState], groups: list[Group]) -> Iterator[Check]:

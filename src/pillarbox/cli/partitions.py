@@ -89,14 +89,7 @@ async def in_turn(
 
 @click.command("partition")
 @ahead
-@click.option(
-    "--patience",
-    type=Number(0, min_open=True),
-    metavar="SECONDS",
-    default=partitions.PATIENCE,
-    show_default=True,
-    help="How long writers may have to wait while rows are looked through.",
-)
+@patience
 @confirmed
 @signed
 @options
@@ -188,6 +181,8 @@ class Made:
     """What has become of the days that were to be made."""
 
     made: list[date] = field(default_factory=list)
+    left: list[date] = field(default_factory=list)
+    """That could not be made this time."""
     notes: list[str] = field(default_factory=list)
     audit: int | None = None
 
@@ -195,9 +190,11 @@ class Made:
 async def make_days(
     engine: AsyncEngine, plan: Plan, author: Author, told: asyncio.Future[Any], *, patience: float
 ) -> Made:
-    """Make the days of a plan, each in a transaction of its own. What cannot be made is left to the default."""
+    """Make the days of a plan, each in a transaction of its own. What cannot be made is left to the default. If looking
+    through that takes too long for one of them, it does for all: everybody would wait again, each time in vain.
+    """
     done = Made(notes=_taken(plan))
-    for day in plan.days:
+    for at, day in enumerate(plan.days):
         why = _BUSY
         entry = None
         try:
@@ -207,10 +204,14 @@ async def make_days(
             if partitions.was_taken(error):
                 why = "the default partition has rows of this day, and keeps it"
             elif partitions.took_too_long(error):
-                why = f"looking through the default partition takes longer than {patience:g} s: prune it first"
+                why = f"looking through the default partition takes longer than {patience:g} s"
+                done.left += plan.days[at:]
+                done.notes.append(f"{_days(plan.days[at:])}: {why}; prune it first, or say --patience")
+                return done
             else:
                 raise
         if entry is None:
+            done.left.append(day)
             done.notes.append(f"{day}: {why}")
         else:
             done.made.append(day)
@@ -227,6 +228,7 @@ class Days:
     lanes: list[Stretch]
     dropped: list[str] = field(default_factory=list)
     made: list[date] = field(default_factory=list)
+    left: list[date] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -260,12 +262,14 @@ class Days:
                 self.dropped = dropped
                 counted(done[0].rows, done[1], dropped)
 
-    async def make(self, engine: AsyncEngine, author: Author, told: asyncio.Future[Any], *, ahead: int) -> None:
+    async def make(
+        self, engine: AsyncEngine, author: Author, told: asyncio.Future[Any], *, ahead: int, patience: float
+    ) -> None:
         """Make the days that come."""
         async with engine.connect() as connection:
             plan = await connection.run_sync(partial(partitions.plan, ahead=ahead))
-        done = await make_days(engine, plan, author, told, patience=partitions.PATIENCE)
-        self.made = done.made
+        done = await make_days(engine, plan, author, told, patience=patience)
+        self.made, self.left = done.made, done.left
         self.notes += done.notes
 
     def report(self) -> dict[str, Any]:

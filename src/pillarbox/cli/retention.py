@@ -247,6 +247,7 @@ def _told(report: dict[str, Any], done: str) -> str:
 @_chosen
 @_limits
 @partitions.ahead
+@partitions.patience
 @signed
 @confirmed
 @options
@@ -257,6 +258,7 @@ def prune(
     older_than: float,
     route: str | None,
     ahead: int,
+    patience: float,
     dry_run: bool,
     yes: bool,
     by: str,
@@ -275,21 +277,24 @@ def prune(
             confirm(f"delete {number(found.count, 'delivery')} of the outbox for ever", yes=yes)
         target = f"older than {older_than:g} s" + ("" if route is None else f", route {route}")
         order = _Order(Author(by, reason), "prune", target, **limits)
-        done, code = run(_prune(settings, found, order, ahead=ahead))
+        done, code = run(_prune(settings, found, order, ahead=ahead, patience=patience))
         report |= done
     if found.days is not None:
         report |= found.days.report()
+        code = code or (Exit.PROBLEM if found.days.left else Exit.FINE)
     _end(report, "\n".join([_told(report, "deleted"), *partitions.lines(report)]), code, as_json=as_json)
 
 
-async def _prune(settings: Settings, found: _Survey, order: _Order, *, ahead: int) -> tuple[dict[str, Any], Exit]:
+async def _prune(
+    settings: Settings, found: _Survey, order: _Order, *, ahead: int, patience: float
+) -> tuple[dict[str, Any], Exit]:
     async with _working(settings, order, found.count) as work:
         if found.days is not None:
             await found.days.drop(work.engine, work.told, work.note_days, work.counted_days)
         await work.walk(found, partial(_delete_page, work=work, scope=found.scope))
         await work.clear_journal(found.places if found.days is None else found.days.lanes)
         if found.days is not None and found.days.found.layout.owned and not work.told.done():
-            await found.days.make(work.engine, order.author, work.told, ahead=ahead)
+            await found.days.make(work.engine, order.author, work.told, ahead=ahead, patience=patience)
     return work.ended(found.count)
 
 

@@ -111,12 +111,17 @@ def layout(connection: Connection) -> Layout:
 def plan(connection: Connection, *, ahead: int) -> Plan:
     """Look what there is to do, and whether it can be done: `StoreError` if not."""
     found = _checked(connection)
-    today: date = connection.execute(text("SELECT CAST(clock_timestamp() AT TIME ZONE 'UTC' AS date)")).scalar_one()
-    wanted = [today + timedelta(days=number) for number in range(ahead + 1)]
-    missing = [day for day in wanted if not any(part.first <= first_id(day) < part.last for part in found.parts)]
+    missing = missing_days(connection, found, ahead=ahead)
     taken = [day for day in missing if _has_rows(connection, day)]
     rows = 0 if found.partitioned else max(0, connection.execute(_ROWS).scalar_one())
     return Plan(found.partitioned, rows, [day for day in missing if day not in taken], taken)
+
+
+def missing_days(connection: Connection, found: Layout, *, ahead: int, first: int = 0) -> list[date]:
+    """Which days have no partition, of those from today, or from the first, up to so many that come."""
+    today: date = connection.execute(text("SELECT CAST(clock_timestamp() AT TIME ZONE 'UTC' AS date)")).scalar_one()
+    wanted = [today + timedelta(days=number) for number in range(first, ahead + 1)]
+    return [day for day in wanted if not any(part.first <= first_id(day) < part.last for part in found.parts)]
 
 
 def _has_rows(connection: Connection, day: date) -> bool:
@@ -162,8 +167,11 @@ def was_taken(error: DBAPIError) -> bool:
 
 
 def waits_briefly(connection: Connection, patience: float = 0.0) -> None:
-    """In this transaction: no lock is waited for, and no statement lasts, longer than that."""
-    connection.execute(_LIMITS, {"lock": f"{LOCK_SECONDS * 1000:.0f}ms", "statement": f"{patience * 1000:.0f}ms"})
+    """In this transaction: no lock is waited for, and no statement lasts, longer than that; without patience, as long
+    as it takes.
+    """
+    limit = max(1, round(patience * 1000)) if patience else 0  # to the server 0 is no limit
+    connection.execute(_LIMITS, {"lock": f"{LOCK_SECONDS * 1000:.0f}ms", "statement": f"{limit}ms"})
 
 
 # -- making days -------------------------------------------------------------------------------------------------------
