@@ -181,6 +181,30 @@ async def test_h107_a_copy_goes_on_where_a_detour_was(places: Places) -> None:
     assert await copy.drain() == await source.drain() == "a2 a3"
 
 
+async def test_h107_a_row_that_a_lane_has_paged_over_and_its_detour_has_not_is_told_once(places: Places) -> None:
+    source, address = await places.source()
+    await source.burn()
+    async with source.engine.connect() as late:
+        await source.write("l1", late, tenant="loud")
+        await source.write("m1 n1 o1", late)
+        await source.write("l2", tenant="loud")
+        lane = await source.take()
+        page, rows = await source.look(lane)
+        batch = Batch(failures=[Failure(rows["l2"], 3, "never", None)], cursor=page.cursor)
+        lane = await source.store.part(await source.store.announce(lane, batch, settle=False), ["loud"])
+        await late.commit()
+    page = await source.store.poll(lane, limit=1)
+    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+    lane = await source.store.settle(await source.store.announce(lane, batch, settle=False))
+    assert lane.cursor.paging is not None
+    copy, target = await places.empty("the same server")
+    dump(address, target)
+    found = await run(copy)
+    assert (found.late, found.failed) == (3, 1)
+    assert sorted((await copy.drain()).split()) == ["l1", "n1", "o1"]
+    assert (await copy.states())["l2"] == "FAILED"
+
+
 async def test_what_was_written_into_the_copy_before_is_sent_too(places: Places) -> None:
     source, address = await places.source()
     await source.burn()

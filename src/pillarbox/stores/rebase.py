@@ -45,7 +45,9 @@ _PLACES = """
 """
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _FAILURE = "f.route = o.route AND f.shard = o.shard"
-# Rows that a cursor or an announcement has passed, and that are not done. Those that have failed are where they belong.
+_COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
+# Rows that a cursor or an announcement has passed, and that are not done, each once: what the lane has covered is not
+# done only if its detour has not. Those that have failed are where they belong.
 _UNDONE = f"""
     SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
     FROM ({_PLACES}) l CROSS JOIN LATERAL (
@@ -54,11 +56,11 @@ _UNDONE = f"""
         UNION ALL
         SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
         WHERE {_HERE} AND o.id <= l.high
-          AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
+          AND NOT {_COVERED} AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
         UNION ALL
         SELECT o.* FROM pillarbox_outbox o
         WHERE {_HERE} AND o.xid >= pg_snapshot_xmax(l.seen) AND o.id <= l.high
-          AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
+          AND NOT {_COVERED} AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
         UNION ALL
         SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
         JOIN pillarbox_outbox o ON {_HERE} AND o.tenant = d.tenant
