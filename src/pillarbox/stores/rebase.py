@@ -7,7 +7,8 @@ reads the old numbers once more and leaves none that a cursor would ever ask abo
 - a row that is done, or that no cursor has reached, needs no number: `NULL` is older than every snapshot. Most rows of
   a big source have numbers that are not even reached here, so this writes the table once. It changes nothing of what
   the copy means, so it is done in portions before anything else: `forget`. It can be stopped and begun again. Numbers
-  that have ended here, too, may stay;
+  that have ended here, too, may stay. Nobody asks for the numbers of rows in a queue, until it becomes a log: there no
+  foreign one stays either;
 - a row that a cursor has passed and that is not done, because it was late or in an announced batch, becomes a row of
   the transaction that rebases, and the new cursor does not show that transaction: so it is late, as it was, and comes
   before all fresh rows, in the order of its id. It keeps its id, so whatever names it by its id still does;
@@ -36,13 +37,14 @@ from .tables import audit, lanes, meta
 PORTION = 10_000
 """How many rows `forget` reads in one transaction."""
 
-_PLACES = """
+_LANES = """
     SELECT l.route, l.shard, l.cursor, l.detours, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
            CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot) AS seen, l.announced IS NOT NULL AS sending,
            greatest(CAST(split_part(l.cursor, ' ', 1) AS bigint),
                     CAST(split_part(CAST(l.announced AS json) -> 'details' ->> 'to', ' ', 1) AS bigint)) AS reached
-    FROM pillarbox_lanes l WHERE l.cursor IS NOT NULL
+    FROM pillarbox_lanes l
 """
+_PLACES = f"{_LANES} WHERE l.cursor IS NOT NULL"
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _FAILURE = "f.route = o.route AND f.shard = o.shard"
 _COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
@@ -123,18 +125,17 @@ def forget(connection: Connection) -> int:
     """
     _check(connection)
     oldest = connection.execute(text("SELECT CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text)")).scalar_one()
-    places = connection.execute(text(_PLACES)).all()
     connection.commit()
-    forgotten = 0
-    for place in places:
-        here = {name: getattr(place, name) for name in ("route", "shard", "cursor", "detours", "reached")}
-        xid, last = oldest, 0
-        while xid is not None:
-            page = {**here, "xid": xid, "id": last, "limit": PORTION}
-            xid, last, count = connection.execute(_FORGET, page).one()
-            connection.commit()
-            forgotten += count
-    return forgotten
+    event, route, version, forgotten = UUID(int=0), -(2**63), 0, 0
+    while True:
+        connection.execute(_IN_ORDER)
+        behind = {"event": str(event), "route": route, "version": version}
+        page = connection.execute(_FORGET, {**behind, "oldest": oldest, "limit": PORTION}).first()
+        connection.commit()
+        if page is None:
+            return forgotten
+        event, route, version, count = page
+        forgotten += count
 
 
 def rebase(connection: Connection, author: Author, *, new_install_id: bool = False) -> tuple[Survey, UUID, int]:
@@ -216,24 +217,31 @@ _SURVEY = text(
     """  # noqa: S608  constants
 )
 
-# Not those that were written here: if their ids are to be told from the copied ones, it is by these numbers.
+# A fresh copy has no statistics: without this each portion may read and sort all that is left.
+_IN_ORDER = text("SELECT set_config(name, 'off', true) FROM (VALUES ('enable_seqscan'), ('enable_bitmapscan')) s(name)")
+# By the primary key, since a queue has no index by transactions. Not those that were written here: if their ids are to
+# be told from the copied ones, it is by these numbers.
 _FORGET = text(
-    """
+    f"""
     WITH page AS MATERIALIZED (
-        SELECT o.event_id, o.route, o.schema_version, o.id, o.xid, o.tenant FROM pillarbox_outbox o
-        WHERE o.route = :route AND o.shard = :shard
-          AND (o.xid, o.id) > (CAST(CAST(:xid AS text) AS xid8), CAST(:id AS bigint))
-        ORDER BY o.xid, o.id LIMIT :limit
+        SELECT o.event_id, o.route, o.schema_version, o.shard, o.id, o.xid, o.tenant, o.tableoid AS part,
+               o.ctid AS place, CAST(o.xid AS xid) = o.xmin AS ours
+        FROM pillarbox_outbox o
+        WHERE (o.event_id, o.route, o.schema_version)
+              > (CAST(:event AS uuid), CAST(:route AS bigint), CAST(:version AS integer))
+        ORDER BY o.event_id, o.route, o.schema_version LIMIT :limit
     ), done AS (
-        UPDATE pillarbox_outbox o SET xid = NULL FROM page p
-        WHERE o.event_id = p.event_id AND o.route = p.route AND o.schema_version = p.schema_version
-          AND CAST(o.xid AS xid) <> o.xmin
-          AND (p.id > :reached OR pillarbox_covered(
-              pillarbox_cursor(CAST(:cursor AS text), CAST(:detours AS text), p.tenant), p.id, p.xid))
+        UPDATE pillarbox_outbox o SET xid = NULL
+        FROM page p JOIN ({_LANES}) l ON l.route = p.route AND l.shard = p.shard
+        WHERE o.ctid = p.place AND o.tableoid = p.part
+          AND p.xid >= CAST(CAST(:oldest AS text) AS xid8) AND NOT p.ours
+          AND (l.cursor IS NULL OR p.id > l.reached
+               OR pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, p.tenant), p.id, p.xid))
         RETURNING 1
-    ), last AS (SELECT xid, id FROM page ORDER BY xid DESC, id DESC LIMIT 1)
-    SELECT (SELECT CAST(xid AS text) FROM last), (SELECT id FROM last), (SELECT count(*) FROM done)
-    """
+    )
+    SELECT event_id, route, schema_version, (SELECT count(*) FROM done) FROM page
+    ORDER BY event_id DESC, route DESC, schema_version DESC LIMIT 1
+    """  # noqa: S608  constants
 )
 _BEFORE_FAILED = text(
     f"""
@@ -256,7 +264,7 @@ _LATE = text(
 _FORGET_THE_REST = text(
     f"""
     UPDATE pillarbox_outbox o SET xid = NULL FROM pillarbox_lanes l
-    WHERE l.cursor IS NOT NULL AND {_HERE} AND o.xid >= CAST(CAST(:oldest AS text) AS xid8)
+    WHERE {_HERE} AND o.xid >= CAST(CAST(:oldest AS text) AS xid8)
       AND o.xmin <> CAST(pg_current_xact_id() AS xid)
     """  # noqa: S608  constants
 )
