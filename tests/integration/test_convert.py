@@ -487,6 +487,37 @@ async def test_rows_from_before_the_log_are_sent(postgres_database: Database) ->
         assert await _all_sent(mill)
 
 
+async def test_h107_numbers_of_another_server_are_not_believed(
+    postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older release has left them in a queue. Some are still to come here, one is of a writer at work."""
+    monkeypatch.setattr(convert, "_CHUNK", 2)
+    async with mill_on(postgres_database, Store.QUEUE) as mill:
+        await mill.write("a", 1, 2, 3, 4, 5, 6)
+        async with running(mill.box.relay(name="one")):
+            await soon(lambda: _counts(mill, SENT=6))
+        await mill.write("a", 7)
+        await mill.build_index()
+        async with mill.box.unit_of_work() as late:
+            late.publish(Ground(number=8), key="a")
+            await late.flush()
+            at_work = await late.session.scalar(text("SELECT CAST(pg_current_xact_id() AS text)"))
+            async with mill.engine.begin() as connection:
+                foreign = f"CASE WHEN id = 2 THEN '{at_work}' ELSE CAST(9000000000 + id AS text) END"
+                await connection.execute(text(f"UPDATE pillarbox_outbox SET xid = CAST({foreign} AS xid8)"))
+            converting = asyncio.ensure_future(mill.convert(Store.LOG))
+            await soon(partial(_are_all, mill, Store.LOG))
+        mill.committed.append(("a", 8))
+        await converting
+        assert await mill.count("SELECT count(*) FROM pillarbox_outbox WHERE xid IS NOT NULL") == 1
+        for number in (9, 10):
+            await mill.write("a", number)
+            async with running(mill.box.relay(name="two")):
+                await mill.broker.received(TOPIC, number)
+                await soon(lambda: _all_sent(mill))
+        mill.check()
+
+
 @BOTH
 async def test_lanes_that_come_meanwhile(postgres_database: Database, to: Store) -> None:
     """Who registered before our decision, and commits after it, has made lanes of the old kind."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from uuid import UUID
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
@@ -16,7 +17,7 @@ from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.outbox import Batch, Failure
-from pillarbox.stores import sqlite
+from pillarbox.stores import convert, rebase, sqlite
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.inspection import backlog, unsent
 from pillarbox.stores.log import LogStore
@@ -187,6 +188,30 @@ async def test_h117_a_turn_in_the_log_is_led_to_the_right_index(fresh_database: 
                     continue  # it counts what is in lanes, of both kinds
                 needed = r"\bxid\b" if "status" not in condition else r"\b(event_)?id\b"
                 assert re.search(needed, condition), "\n".join((statement, *plan))
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("analyzed", [False, True], ids=["without statistics", "with statistics"])
+async def test_h117_foreign_numbers_are_found_by_an_index(fresh_database: FreshDatabase, analyzed: bool) -> None:
+    """A conversion asks each lane for them, and almost always in vain; a copy is walked over once, in portions."""
+    engine = create_async_engine(fresh_database("embedded").url())
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+    await _run(engine, _MANY.format("i % 16", ROUTE.id, 50_000))
+    if analyzed:
+        await _run(engine, _ANALYZE["postgresql"])
+    lane = {"route": ROUTE.id, "shard": 0, "limit": 2_000}
+    page = {"event": str(UUID(int=0)), "route": 0, "version": 0, "oldest": "3", "limit": 2_000}
+    for settings, statement, values, wanted in (
+        (convert._BY_INDEX, convert._FORGET, lane, r"Index Scan (using|on) ix_pillarbox_outbox_xid"),
+        (rebase._IN_ORDER, rebase._FORGET, page, r"Limit .*\n +-> +Index Scan using uq_pillarbox_outbox_event"),
+    ):
+        async with engine.connect() as connection:
+            await connection.execute(settings)
+            found = await connection.execute(text(f"EXPLAIN {statement.text}"), values)
+            plan = "\n".join(row[0] for row in found)
+        assert re.search(wanted, plan), plan
+        assert "Seq Scan" not in plan, plan
     await engine.dispose()
 
 

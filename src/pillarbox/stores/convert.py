@@ -6,7 +6,8 @@ lane's row: what its owner has written is seen, and what it still wants to write
 two such transactions every lane is one or the other; whatever ends a conversion, the next one finishes it.
 
 *To a log*: the cursor begins before the first row. A log looks at rows that are PENDING and at those of transactions
-that its last look did not show; what a queue has dealt with is neither. What waits gets its row among the failures.
+that its last look did not show; what a queue has dealt with is neither, once no row has a number that is still to be
+given out. What waits gets its row among the failures.
 
 *To a queue*: what the settled cursor covers, and has not failed, becomes SENT: most of it before the lane is locked,
 because a row that is covered stays so. What failed takes its state, and what people made of it, back into its row. What
@@ -249,8 +250,7 @@ class Conversion:
         """Convert it, unless its owner should settle first."""
         here = {"route": name.route, "shard": name.shard}
         try:
-            if self._to is Store.QUEUE:
-                await self._mark(here)
+            await (self._mark if self._to is Store.QUEUE else self._forget)(here)
             async with self._engine.begin() as connection:
                 await connection.execute(_BY_INDEX)
                 row = (await connection.execute(_LOCKED, here)).one()
@@ -328,6 +328,19 @@ class Conversion:
                 self._tell(f"{self.progress.marked:,} deliveries marked as sent, in lane {lane}")
             if marked <= _CHUNK:
                 return
+
+    async def _forget(self, here: Mapping[str, Any]) -> None:
+        """Take numbers that nobody here has been given from rows of a queue, where none are needed. An older release
+        may have left them in a copy when it rebased it, and a log would take their rows for late ones, again and again.
+        """
+        found = _CHUNK
+        while found >= _CHUNK:
+            async with self._engine.begin() as connection:
+                await connection.execute(_BY_INDEX)
+                lane = _lane((await connection.execute(_LOCKED, here)).one()._mapping)
+                if lane.cursor is not None:
+                    return
+                found = (await connection.execute(_FORGET, {**here, "limit": _CHUNK})).scalar_one()
 
     async def _stragglers(self) -> None:
         """Wait for those who read what new lanes are before we changed it: they may still make some."""
@@ -472,6 +485,24 @@ _PLAN = {
 }
 
 _HERE = "o.route = :route AND o.shard = :shard"
+# Whose row we see has ended, so its number is among those that our snapshot shows, or is not of this server.
+_FORGET = text(
+    f"""
+    WITH found AS MATERIALIZED (
+        (SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
+         WHERE {_HERE} AND o.xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot()))
+         ORDER BY o.xid, o.id LIMIT :limit)
+        UNION ALL
+        SELECT one.part, one.place FROM pg_snapshot_xip(pg_current_snapshot()) AS running(xid) CROSS JOIN LATERAL (
+            SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
+            WHERE {_HERE} AND o.xid = running.xid ORDER BY o.id LIMIT :limit
+        ) one
+    ), forgotten AS (
+        UPDATE pillarbox_outbox o SET xid = NULL FROM found WHERE o.ctid = found.place AND o.tableoid = found.part
+    )
+    SELECT count(*) FROM found
+    """  # noqa: S608  constants
+)
 _SET_ASIDE = text(
     f"""
     UPDATE pillarbox_outbox o SET status = 'RETRYING', available_at = clock_timestamp()
