@@ -562,6 +562,27 @@ async def test_a_database_that_went_back_in_time(postgres_database: Database) ->
         assert await mill.stores() == {Store.QUEUE: 15, Store.LOG: 1}
 
 
+async def test_a_lane_that_could_not_be_converted_at_first(postgres_database: Database) -> None:
+    async with mill_on(postgres_database, Store.LOG) as mill:
+        await mill.write("a", 1)
+        third = update(lanes).where(lanes.c.shard == 3)
+        async with mill.engine.begin() as connection:
+            cursor = await connection.scalar(select(lanes.c.cursor).where(lanes.c.shard == 3))
+            await connection.execute(third.values(cursor=f"5 {2**40}:{2**40}:"))
+        lines: list[str] = []
+        async with mill.engine.connect() as reader:
+            await reader.scalar(select(meta.c.store))
+            converting = asyncio.ensure_future(mill.convert(Store.QUEUE, tell=lines.append))
+            await soon(lambda: len(lines))
+            assert await mill.stores() == {Store.QUEUE: 15, Store.LOG: 1}
+            async with mill.engine.begin() as connection:
+                await connection.execute(third.values(cursor=cursor))
+        progress = await converting
+        assert (progress.lanes, progress.left, progress.index) == (16, {}, True)
+        assert lines[:2] == ["15 of 16 lanes", "1 of 1 lanes"]
+        assert (await mill.plan(Store.QUEUE)).is_done
+
+
 async def test_pages_of_late_rows(postgres_database: Database) -> None:
     """A lane in the middle of them keeps what is done and what is not apart."""
     async with mill_on(postgres_database, Store.LOG) as mill:

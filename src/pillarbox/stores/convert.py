@@ -229,13 +229,14 @@ class Conversion:
     async def _lanes(self) -> None:
         """Every lane that is still the other thing; those that are busy come last, and are not asked twice."""
         names = await self._others()
+        self.progress.left.clear()  # whoever was left alone is asked again
         deadline = time.monotonic() + self._patience
         count = len(names)
         while names:
             impatient = time.monotonic() >= deadline
             busy = [name for name in names if not await self._lane(name, impatient=impatient)]
             if len(busy) < len(names):
-                self._tell(f"{count - len(busy):,} of {count:,} lanes")
+                self._tell(f"{count - len(busy) - len(self.progress.left):,} of {count:,} lanes")
             names = busy
             if busy:
                 await asyncio.sleep(_AGAIN)
