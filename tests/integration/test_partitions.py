@@ -354,6 +354,22 @@ class TestDays:
         assert len(await yard.drop()) == 1
         assert await yard.execute("SELECT * FROM pillarbox_failures") == []
 
+    async def test_what_failed_in_a_queue_and_was_discarded_in_a_log_keeps_no_day(self, yard: Yard) -> None:
+        await yard.partition(OLD[0])
+        await Conversion(yard.engine, Store.QUEUE, ANNA).run()
+        yard.broker.reject(lambda message: message.key == "bad")
+        await yard.publish("bad", OLD[0])
+        for _ in range(2):
+            await yard.execute("UPDATE pillarbox_outbox SET available_at = '2020-01-01' WHERE status = 'RETRYING'")
+            await yard.drain()
+        await Conversion(yard.engine, Store.LOG, ANNA).run()
+        assert await yard.statuses() == [("bad", Status.FAILED)]
+        assert await yard.fates() == {str(OLD[0]): (1, 1)}
+        await yard.request(Action.DISCARD, "bad")
+        await yard.drain()
+        assert len(await yard.drop()) == 1
+        assert await yard.execute("SELECT * FROM pillarbox_failures") == []
+
     async def test_h62_of_a_queue(self, yard: Yard) -> None:
         await yard.partition(*OLD)
         await Conversion(yard.engine, Store.QUEUE, ANNA).run()

@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from pillarbox.outbox import Batch, Delivery, Lane, Status, stable_hash
 from pillarbox.stores import archive, inspection, operations, retention, sqlite, store_on
 from pillarbox.stores.append import Appender
 from pillarbox.stores.archive import Archived, Writer
+from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Author, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
@@ -222,6 +223,45 @@ class TestH62OfAQueueOnPostgres(TestH62AgeAloneNeverDeletes):
         await depot.execute("UPDATE pillarbox_lanes SET cursor = NULL")
         depot.is_log = False
         return depot
+
+
+@on_postgres
+async def test_what_failed_in_a_queue_and_came_to_its_end_in_a_log(depot: Depot) -> None:
+    """Its row keeps the status that it had in the queue."""
+    await Conversion(depot.engine, Store.QUEUE, ANNA).run()
+    await depot.publish("thrown", "edited", "good")
+    depot.broker.reject(lambda message: message.key != "good")
+    for _ in range(3):
+        await depot.execute("UPDATE pillarbox_outbox SET available_at = '2020-01-01' WHERE status = 'RETRYING'")
+        await depot.box.relay().drain()
+    await Conversion(depot.engine, Store.LOG, ANNA).run()
+    assert await depot.rows() == [("thrown", Status.FAILED), ("edited", Status.FAILED), ("good", Status.SENT)]
+    assert (await depot.prune())[0] == 1
+
+    depot.broker.stop_rejecting()
+    await depot.request(Action.DISCARD, "thrown")
+    new = uuid4()
+    await depot.ask(_edit, "edited", new)
+    await depot.drain()
+    assert depot.sent == ["good", "edited"]
+    (found,) = await depot.ask(lambda it: inspection.deliveries_of(it, new, payload=True))
+    assert (found.status, found.payload) == (Status.SENT, '{"load": "other"}')
+    assert await depot.rows() == [("thrown", Status.DISCARDED), ("edited", Status.SENT)]
+    assert (await depot.prune(older_than=3600.0))[0] == 0
+    assert (await depot.prune())[0] == 2
+    assert await depot.rows() == []
+    assert await depot.execute("SELECT * FROM pillarbox_failures") == []
+
+    await depot.publish("thrown", "edited")
+    await depot.drain()
+    await depot.prune()
+    assert await depot.execute("SELECT * FROM pillarbox_journal") == []
+
+
+def _edit(connection: Connection, key: str, event_id: UUID) -> None:
+    (found,) = inspection.deliveries(connection, Filter(key=key), after=0, limit=2)
+    (details,) = inspection.deliveries_of(connection, found.event_id, payload=True)
+    operations.edit(connection, details, ANNA, old=b"{}", new=b'{"load": "other"}', event_id=event_id)
 
 
 class TestAnnounced:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from sqlalchemy import Connection, text
 
 from .partitions import Layout, Part, layout, moment, waits_briefly
-from .retention import BEHIND, OLD, Scope, Stretch, alone, by_journal, guard
+from .retention import BEHIND, OLD, SETTLED_SINCE, Scope, Stretch, alone, by_journal, guard
 
 _GRACE = timedelta(days=1)
 
@@ -114,6 +114,7 @@ _COUNT = f"""
     SELECT count(*), count(*) FILTER (WHERE (
         o.created_at < :before AND (
             o.status = 'SENT' AND coalesce(o.sent_at, o.created_at) < :before OR o.status = 'DISCARDED'
+            OR {SETTLED_SINCE}
             OR {BEHIND} AND p.route IS NOT NULL AND {OLD.format(told="p.told", passed="p.passed")}
         )
     ) IS NOT TRUE)

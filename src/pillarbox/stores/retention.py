@@ -3,6 +3,7 @@
 Age alone never deletes. What may go has been dealt with, and nobody can come back to it:
 
 - in a queue, and wherever else the row itself says so: what is SENT or DISCARDED;
+- in a log that was a queue: what failed there and waits no more. Its row keeps the status that it had;
 - in a log: what the settled cursor has passed and no look can find again. Its id is not above ``high``, its transaction
   is older than all that were at work when the lane last looked, and it waits in no failure row. A row with a low id
   that commits late is none of these, and nor is anything of an announced batch.
@@ -151,6 +152,9 @@ def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position
         and_(outbox.c.status == Status.SENT, func.coalesce(outbox.c.sent_at, outbox.c.created_at) < scope.before),
         and_(outbox.c.status == Status.DISCARDED, outbox.c.created_at < scope.before),
     )
+    if postgres:
+        settled_since = text(SETTLED_SINCE.replace("o.", "pillarbox_outbox."))
+        may_go = or_(may_go, and_(outbox.c.created_at < scope.before, settled_since))
     if scope.route is not None:
         may_go = and_(may_go, outbox.c.route == scope.route)
     rows = connection.execute(
@@ -353,6 +357,14 @@ BEHIND = f"""(
 """A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
 cursor passes a row in the transaction that writes its failure."""
 
+SETTLED_SINCE = f"""(
+    o.status IN ('RETRYING', 'PARKED', 'FAILED')
+    AND (SELECT l.cursor FROM pillarbox_lanes l WHERE l.route = o.route AND l.shard = o.shard) IS NOT NULL
+    AND {_WAITS} IS NULL
+)"""  # noqa: S608  constants
+"""A row of a log that failed while it was a queue, and was discarded, or edited and sent, since then. With this status
+no look finds it, wherever the cursor is."""
+
 _BY_INDEX = text("SELECT set_config('enable_seqscan', 'off', true)")
 """For this transaction: all that is asked has an index, whatever the statistics say."""
 _LOGS = text(
@@ -410,7 +422,7 @@ _REMOVE = text(
             SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
             LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
             WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
-              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND})
+              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND} OR {SETTLED_SINCE})
             LIMIT 1
         ) found
     ), gone AS (
