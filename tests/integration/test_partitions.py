@@ -6,10 +6,14 @@ Days lie in the past here, and "old" is meant by a clock that is an hour ahead.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
@@ -35,8 +39,9 @@ from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.retention import Page
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from pillarbox.transports.memory import MemoryTransport
+from tests import commands
 from tests.conftest import FreshDatabase
-from tests.domain import make_due
+from tests.domain import make_due, until_somebody_waits
 from tests.integration.test_store_plans import _recorded
 from tests.relays import running, soon
 from tests.servers import Database
@@ -283,6 +288,26 @@ class TestInTheWay:
         assert was_taken(error.value)
         await yard.drain()
         assert yard.sent == ["a"]
+
+    @pytest.mark.parametrize("before", [False, True], ids=["the first time", "more days"])
+    async def test_the_first_row_of_a_day_may_come_meanwhile(self, yard: Yard, before: bool, tmp_path: Path) -> None:
+        """Then the day stays where it is, and nothing has gone wrong."""
+        day = TODAY + timedelta(days=2)
+        if before:
+            await yard.partition()
+        async with yard.box.unit_of_work() as uow:
+            uow.publish(Moved(event_id=an_id(day)), key="a")
+            await uow.flush()
+            environment = {**os.environ, "PILLARBOX_DATABASE_URL": yard.engine.url.render_as_string(False)}
+            command = partial(commands.run, ["outbox", "partition", "--yes", "--json"], environment, tmp_path, 60)
+            partitioning = asyncio.create_task(asyncio.to_thread(command))
+            await until_somebody_waits(yard.box)
+        done = await partitioning
+        report = json.loads(done.stdout)
+        assert report["taken"] == [str(day)]
+        assert str(day) not in report["made"]
+        assert len(report["notes"]) == 1
+        assert done.returncode == 0
 
     async def test_a_writer_of_another_day_does_not_notice_that_one_is_made(self, yard: Yard) -> None:
         await yard.partition()

@@ -117,7 +117,7 @@ def command(
         author = Author(by, reason)
         report |= run(_partition(settings, plan, author, ahead=ahead, patience=patience))
     emit(report, _told(plan, report), as_json=as_json)
-    if len(report["notes"]) > len(plan.taken):
+    if len(report["notes"]) > len(report["taken"]):
         click.get_current_context().exit(Exit.PROBLEM)
 
 
@@ -128,7 +128,7 @@ async def _partition(settings: Settings, plan: Plan, author: Author, *, ahead: i
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if plan.partitioned:
             made = await make_days(engine, plan, author, told, patience=patience)
-            return {"made": made.made, "notes": made.notes, "audit": made.audit}
+            return asdict(made)
         try:
             work = partial(partitions.partition, author=author, ahead=ahead, patience=patience)
             done = await in_turn(engine, work, told)
@@ -181,6 +181,8 @@ class Made:
     """What has become of the days that were to be made."""
 
     made: list[date] = field(default_factory=list)
+    taken: list[date] = field(default_factory=list)
+    """That stay in the default partition, because it has rows of them."""
     left: list[date] = field(default_factory=list)
     """That could not be made this time."""
     notes: list[str] = field(default_factory=list)
@@ -193,26 +195,25 @@ async def make_days(
     """Make the days of a plan, each in a transaction of its own. What cannot be made is left to the default. If looking
     through that takes too long for one of them, it does for all: everybody would wait again, each time in vain.
     """
-    done = Made(notes=_taken(plan))
+    done = Made(taken=[*plan.taken], notes=_taken(plan))
     for at, day in enumerate(plan.days):
-        why = _BUSY
-        entry = None
         try:
             work = partial(partitions.make_day, day=day, author=author, patience=patience)
             entry = await in_turn(engine, work, told)
         except DBAPIError as error:
             if partitions.was_taken(error):
-                why = "the default partition has rows of this day, and keeps it"
-            elif partitions.took_too_long(error):
-                why = f"looking through the default partition takes longer than {patience:g} s"
-                done.left += plan.days[at:]
-                done.notes.append(f"{_days(plan.days[at:])}: {why}; prune it first, or say --patience")
-                return done
-            else:
+                done.taken.append(day)
+                done.notes.append(f"{day}: the default partition has rows of this day, and keeps it")
+                continue
+            if not partitions.took_too_long(error):
                 raise
+            why = f"looking through the default partition takes longer than {patience:g} s"
+            done.left += plan.days[at:]
+            done.notes.append(f"{_days(plan.days[at:])}: {why}; prune it first, or say --patience")
+            break
         if entry is None:
             done.left.append(day)
-            done.notes.append(f"{day}: {why}")
+            done.notes.append(f"{day}: {_BUSY}")
         else:
             done.made.append(day)
             done.audit = entry
