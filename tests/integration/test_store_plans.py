@@ -16,12 +16,15 @@ from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_cursor
 from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from pillarbox.errors import StoreError
 from pillarbox.outbox import Batch, Failure
 from pillarbox.stores import convert, rebase, sqlite
 from pillarbox.stores.columns import from_now
+from pillarbox.stores.identity import renew
 from pillarbox.stores.inspection import backlog, unsent
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
+from pillarbox.stores.operations import Author
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import meta, outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
@@ -88,6 +91,22 @@ async def test_the_backlog_is_counted_without_reading_what_was_sent(engine: Asyn
             plan = [str(row[-1]) for row in found]
             assert not any(walk in line for line in plan for walk in _WALKS[engine.dialect.name]), "\n".join(plan)
             assert any("ix_pillarbox_outbox_lane" in line or "PRIMARY KEY" in line for line in plan), "\n".join(plan)
+
+
+async def test_a_new_install_id_is_given_without_a_look_at_what_waits(engine: AsyncEngine) -> None:
+    """It keeps everybody waiting who registers or prunes."""
+    store = QueueStore(engine)
+    await _fill(engine, store)
+    taken = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    async with engine.connect() as connection:
+        with pytest.raises(StoreError, match=rf"relays hold lanes \({ROUTE.name}/0\)"):
+            await connection.run_sync(renew, Author("anna", "a copy"))
+    await store.release("r", taken)
+    async with engine.begin() as connection:
+        with _recorded(engine) as statements:
+            install, *_ = await connection.run_sync(renew, Author("anna", "a copy"))
+        assert statements == []
+        assert await connection.scalar(select(meta.c.install_id)) == install
 
 
 async def test_h56_an_old_snapshot_makes_no_turn_of_a_log_longer(fresh_database: FreshDatabase) -> None:

@@ -8,10 +8,10 @@ from sqlalchemy import Connection, func, select, update
 
 from .. import clock
 from ..errors import StoreError
-from .inspection import lane_states
+from .columns import from_now
 from .operations import Author
 from .retention import note
-from .tables import lanes, meta
+from .tables import lanes, meta, routes
 
 
 def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:
@@ -19,8 +19,14 @@ def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:
     settled, of which what has left leaves again, and the number of the row in the trail.
     """
     before: UUID = connection.execute(select(meta.c.install_id).with_for_update()).scalar_one()
-    if held := [f"{lane.route}/{lane.shard}" for lane in lane_states(connection) if lane.held]:
-        names = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+    held = (
+        select(routes.c.name, lanes.c.shard)
+        .join(routes, routes.c.id == lanes.c.route)
+        .where(lanes.c.locked_until > from_now())
+        .order_by(routes.c.name, lanes.c.shard)
+    )
+    if found := [f"{route}/{shard}" for route, shard in connection.execute(held)]:
+        names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         raise StoreError(f"relays hold lanes ({names}), and know us by the old name: stop them first")
     install = clock.current().new_id()
     connection.execute(update(meta).values(install_id=install))
