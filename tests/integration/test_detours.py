@@ -14,6 +14,7 @@ from pillarbox.stores import days, log, log_sql, retention
 from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.days import Fate
+from pillarbox.stores.inspection import backlog, lane_states
 from pillarbox.stores.operations import Author
 from pillarbox.stores.partitions import Part
 from tests.copies import ROUTE, SHARD, Outbox, outbox
@@ -43,9 +44,9 @@ async def behind(here: Outbox) -> Lane:
     return await sent(here, lane)
 
 
-async def sent(here: Outbox, lane: Lane, detour: str | None = None) -> Lane:
+async def sent(here: Outbox, lane: Lane, detour: str | None = None, *, limit: int = 100) -> Lane:
     """Send what a look finds."""
-    page = await here.store.poll(lane, limit=100, detour=detour)
+    page = await here.store.poll(lane, limit=limit, detour=detour)
     batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
     lane = await here.store.announce(lane, batch, settle=lane.announced is not None)
     return await here.store.settle(lane) if lane.announced else lane
@@ -77,6 +78,23 @@ async def test_people_see_what_a_detour_has_not_come_to(here: Outbox) -> None:
         **dict.fromkeys(("a2", "a3"), "PENDING"),
     }
     assert await here.ask("SELECT count(*) FROM pillarbox_unsent") == [(2,)]
+
+
+async def test_what_a_lane_has_paged_over_and_its_detour_has_not_is_counted_once(here: Outbox) -> None:
+    lane = await here.store.part(await here.take(), ["loud"])
+    async with here.engine.begin() as late:
+        await here.write("a1", late, tenant="loud")
+        await here.write("b1 c1 d1", late)
+        await here.write("e1")
+        lane = await sent(here, lane)
+    lane = await sent(here, lane, limit=1)
+    assert lane.cursor.paging is not None
+    assert [row for (row,) in await here.ask("SELECT id FROM pillarbox_unsent ORDER BY id")] == [1, 3, 4]
+    async with here.engine.connect() as connection:
+        (route,) = await connection.run_sync(backlog)
+        states = await connection.run_sync(lane_states)
+    assert route.pending == 3
+    assert [state.pending for state in states] == [3] + 15 * [0]
 
 
 async def test_people_see_when_a_detour_has_sent_a_row(here: Outbox) -> None:

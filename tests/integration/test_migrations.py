@@ -149,7 +149,7 @@ class TestMigrate:
                 assert await connection.run_sync(SqlInbox().admit, consumer_id("late"), None, [arrival]) == [expected]
 
     async def test_a_database_that_lacks_a_step_says_what_to_do(self, engine: AsyncEngine) -> None:
-        for number in range(1, len(STEPS)):
+        for number in range(1, 7):  # the seventh adds a column
             await _run_step(engine, number)
         async with engine.begin() as connection:
             with pytest.raises(NotMigratedError, match="pillarbox migrate"):

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, inspect, select
 from ..errors import NotMigratedError
 from . import tables
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """The schema of this release: the number of its last migration step."""
 
 

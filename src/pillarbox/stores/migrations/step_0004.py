@@ -14,7 +14,7 @@ def upgrade(op: Operations) -> None:
     op.add_column("pillarbox_lanes", sa.Column("detours", LongText))
     if op.get_context().dialect.name != "postgresql":
         return
-    for statement in (*_JOURNAL, _CURSOR, _unsent(), _view()):
+    for statement in (*_JOURNAL, _CURSOR, unsent(), _view()):
         op.execute(sa.text(statement))
 
 
@@ -44,10 +44,13 @@ WHERE l.detours LIKE '{{%%' AND o.tenant = d.tenant AND pillarbox_covered(l.curs
 """  # noqa: S608  constants
 
 
-def _unsent() -> str:
+BY_TENANT = "NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
+
+
+def unsent() -> str:
+    """The view of what is not sent."""
     view = step_0003.UNSENT.replace("CREATE VIEW", "CREATE OR REPLACE VIEW")
-    by_tenant = "NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
-    ahead = step_0003.AHEAD.replace("NOT pillarbox_covered(l.cursor, o.id, o.xid)", by_tenant)
+    ahead = step_0003.AHEAD.replace("NOT pillarbox_covered(l.cursor, o.id, o.xid)", BY_TENANT)
     return view.replace(step_0003.AHEAD, ahead) + _DETOURS
 
 
