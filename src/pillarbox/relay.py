@@ -521,7 +521,7 @@ class Relay:
 
     async def _keep_looking(self, over: asyncio.Event) -> None:
         """Find what no bell has told us: rows of other processes, rows that are due, people's requests."""
-        pause = QUICKEST_LOOK
+        pause, sees = QUICKEST_LOOK, True
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -531,9 +531,14 @@ class Relay:
             sent = self.counts.sent
             try:
                 ready = await self._store.ready(self._served(self._census) if self._census else (), relay=self.name)
-            except Exception:
-                pause = self._pacing.look
+            except Exception as error:
+                if sees:
+                    logger.warning("relay %s: cannot see what there is to send: %s", self.name, _said(error))
+                sees, pause = False, self._pacing.look
                 continue
+            if not sees:
+                logger.warning("relay %s: sees again what there is to send", self.name)
+            sees = True
             for name in ready:
                 worker = self._workers.get(name)
                 if worker is not None and worker.idle:

@@ -716,6 +716,24 @@ class TestTrouble:
         assert sum("the outbox can be reached again" in message for message in messages) == 1
 
     @in_virtual_time
+    async def test_a_relay_that_cannot_see_what_there_is_to_send_says_so_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world = World()
+
+        async def forbidden(*_: object, **__: object) -> frozenset[LaneName]:
+            raise PermissionError("no right to read requests")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.store, "ready", forbidden)
+            async with running(world.relay()):
+                await until(lambda: "cannot see what there is to send" in caplog.text)
+                await asyncio.sleep(20)
+                patch.undo()
+                await until(lambda: "sees again" in caplog.text)
+        assert caplog.text.count("cannot see what there is to send: PermissionError: no right to read requests") == 1
+
+    @in_virtual_time
     async def test_h93_a_relay_whose_own_task_dies_ends_with_its_error(self) -> None:
         world = World()
         relay = world.relay()
