@@ -16,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from . import clock
 from .errors import LaneHaltedError, LeaseLostError
@@ -59,6 +60,8 @@ class _Plan:
     parked: list[int] = field(default_factory=list)
     cut: bool = False
     """Some of what was found may not go now."""
+    stops: bool = False
+    """Fresh rows are among it: the page is not passed."""
 
     def group(self) -> None:
         """Put the items of one topic and key together, in their order."""
@@ -235,7 +238,7 @@ class LaneWorker:
         if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
             return True
         decided = bool(plan.items or plan.failures or plan.parked)
-        found = decided or (page.passed and not plan.cut)  # what has to wait is not passed
+        found = decided or (page.passed and not plan.stops)
         if found:
             await self._carry_out(plan, page)
         elif detour is None and self.lane.announced is None:
@@ -316,9 +319,8 @@ class LaneWorker:
     def _next_batch(self, page: Page) -> _Plan:
         plan = self._plan(page)
         planned = plan.items
-        blocking = self._suspicion.blocking(self.lane)
-        if blocking is not None:
-            plan.items = self._without_blocked(plan.items, blocking)
+        if blocked := self._suspicion.blocked(self.lane):
+            plan.items = self._without_blocked(plan.items, blocked)
         plan.items, again = self._rates.within(plan.items, self.pace)
         if again is not None:
             self._ring_after(again)
@@ -334,27 +336,29 @@ class LaneWorker:
         decided = {row.id for row in plan.items} | {failure.row for failure in plan.failures} | {*plan.parked}
         first = next((row.id for row in page.fresh if row.id not in decided), None)
         if first is not None:
+            plan.stops = True
             behind = {row.id for row in page.fresh if row.id >= first}
             plan.items = [item for item in plan.items if item.id not in behind]
             plan.failures = [failure for failure in plan.failures if failure.row not in behind]
             plan.parked = [parked for parked in plan.parked if parked not in behind]
 
-    def _without_blocked(self, items: list[Row], place: Place) -> list[Row]:
-        """Nothing goes to a topic that rejects everything, but for one row now and then; what is behind waits."""
+    def _without_blocked(self, items: list[Row], blocked: Mapping[str, Place]) -> list[Row]:
+        """Nothing goes to topics that reject everything, but for one row now and then; what is behind waits."""
         kept: list[Row] = []
         held: set[Key] = set()
-        probed = False
+        probed: set[str] = set()
         for row in items:
             if row.order_key in held:
                 continue
-            if row.topic != place.name[1]:
-                kept.append(row)
-                continue
-            held.add(row.order_key)
-            if not probed and self._suspicion.may_probe(place):
-                probed = True
-                kept.append(row)
+            place = blocked.get(row.topic)
+            if place is not None:
+                held.add(row.order_key)
+                if row.topic in probed or not self._suspicion.may_probe(place):
+                    continue
+                probed.add(row.topic)
+            kept.append(row)
         if held:
+            place = min(blocked.values(), key=attrgetter("next_probe"))
             wait = max(0.0, place.next_probe - clock.current().monotonic())
             self.trouble = Trouble(f"{' '.join(place.name)} rejects everything: {place.reason}", wait)
             self._ring_after(wait)
@@ -467,8 +471,7 @@ class LaneWorker:
         rest: Sequence[_Item] = (),
     ) -> tuple[list[_Item], Outcome]:
         """One request; what is left to do comes back, with the ``rest`` that was not to be sent yet."""
-        at_once = ready is not None and max([len(message.body) for message in ready]) <= self._largest
-        messages = ready if ready is not None and at_once else self._next_request(items)
+        messages = ready if ready is not None and self._is_one_request(ready) else self._next_request(items)
         outcome = await self._request(messages)
         if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
             return [*rest], outcome
@@ -484,6 +487,10 @@ class LaneWorker:
         if outcome.rejected or passed:
             return await self._amend([*items, *rest], len(messages), outcome, passed), outcome
         return [item for item in (*items, *rest) if item[0] not in accepted], outcome
+
+    def _is_one_request(self, messages: list[Message]) -> bool:
+        few = len(messages) <= self._publisher.capabilities.max_messages
+        return few and max([len(message.body) for message in messages]) <= self._largest
 
     def _next_request(self, items: Sequence[_Item]) -> list[Message]:
         messages: list[Message] = []
@@ -665,16 +672,16 @@ class LaneWorker:
 
     def _set_aside(self, plan: _Plan, reasons: Mapping[str, str]) -> None:
         """No attempt is counted: it is not the messages' fault."""
-        stopped: set[Key] = set()
-        refused = [row for row in plan.items if row.topic in reasons]
-        plan.items = [row for row in plan.items if row.topic not in reasons]
+        items, plan.items, stopped = plan.items, [], set[Key]()
         plan.messages.clear()
-        for row in refused:
+        for row in items:
             if row.order_key in stopped:
                 plan.parked.append(row.id)
-            else:
+            elif row.topic in reasons:
                 stopped.add(row.order_key)
                 plan.failures.append(Failure(row.id, row.attempts, redacted(reasons[row.topic]), PROBES.cap))
+            else:
+                plan.items.append(row)
         for topic, reason in reasons.items():
             self._report.topic_refused(topic, redacted(reason))
 

@@ -80,12 +80,9 @@ class Suspicion:
             self._wake(place.lanes)  # they have attempts to take back
         return place.attempts[lane.name].pop(row.id) if place.blocked else None
 
-    def blocking(self, lane: Lane) -> Place | None:
-        """The place that keeps this lane from going on."""
-        for place in self._places.values():
-            if place.blocked and lane.name in place.lanes:
-                return place
-        return None
+    def blocked(self, lane: Lane) -> dict[str, Place]:
+        """The places that keep this lane from going on, by their topics."""
+        return {place.name[1]: place for place in self._places.values() if place.blocked and lane.name in place.lanes}
 
     def _postpone(self, place: Place) -> None:
         place.probes += 1

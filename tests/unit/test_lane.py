@@ -15,7 +15,7 @@ from pillarbox import clock
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LARGE
-from pillarbox.outbox import Batch, FailurePolicy, Key, Lane, Page, Status
+from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Status
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
@@ -736,6 +736,18 @@ class TestSizes:
         async with running(world.relay()):
             await world.received(7)
         assert world.broker.requests == ["a1 a2 a3", "a4 a5 a6", "a7"]
+
+    @in_virtual_time
+    async def test_nor_have_they_more_when_failed_events_join_new_ones(self) -> None:
+        world = World(capabilities=Capabilities(max_messages=3))
+        world.write("a1 b1 c1")
+        lane = await world.take("nobody", lease=0.001)
+        again = [Failure(row, 0, None, 0.0) for row in world.rows.values()]
+        await world.store.announce(lane, Batch(failures=again), settle=False)
+        world.write("d1 e1 f1")
+        async with running(world.relay()):
+            await world.received(6)
+        assert world.broker.requests == ["a1 b1 c1", "d1 e1 f1"]
 
 
 class TestRates:

@@ -143,6 +143,21 @@ async def test_what_goes_to_a_topic_that_cannot_be_opened_waits_alone(
 
 @STORES
 @in_virtual_time
+async def test_no_event_overtakes_one_of_its_key_whose_topic_cannot_be_opened(kind: type[MemoryStore]) -> None:
+    world = World(kind=kind)
+    broker = world.broker = ClosedTopic(Capabilities(numbered=True))
+    world.write("a1", topic="closed")
+    world.write("a2 b1")
+    async with running(world.relay()):
+        assert await world.received(1) == "b1"
+        await until(lambda: world.statuses(Status.RETRYING, Status.PARKED) == "a1 a2")
+        broker.closed = ""
+        assert await world.received(2) == "b1 a2"
+    assert [message.body for message in broker.sent("closed")] == [b"a1"]
+
+
+@STORES
+@in_virtual_time
 async def test_h115_a_broker_that_has_forgotten_is_reported(
     kind: type[MemoryStore], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,8 +9,10 @@ from uuid import UUID
 
 import pytest
 
+from pillarbox import clock
 from pillarbox.outbox import Key, Lane, RouteRecord, Row, Status
 from pillarbox.retry import RetryPolicy
+from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.suspicion import FEW_KEYS, MANY_KEYS, Suspicion
 from tests.relays import TOPIC, World, half, in_virtual_time, running, until
 
@@ -55,9 +57,9 @@ class TestJudgement:
         suspicion.rejected(lane(0), row(1), "no")
         suspicion.rejected(lane(1), row(2), "no")
         suspicion.rejected(lane(2), row(3, topic="another"), "no")
-        assert suspicion.blocking(lane(0)) is None
+        assert not suspicion.blocked(lane(0))
         suspicion.rejected(lane(3), row(4), "no")
-        assert [suspicion.blocking(lane(shard)) is not None for shard in range(4)] == [True, True, False, True]
+        assert [[*suspicion.blocked(lane(shard))] for shard in range(4)] == [[TOPIC], [TOPIC], [], [TOPIC]]
 
     def test_the_key_of_another_tenant_is_another_key(self) -> None:
         place = Suspicion(half)
@@ -130,6 +132,34 @@ class TestLanes:
         world.write("x1 y1")
         async with running(world.relay()):
             assert await world.received(2) == "x1 y1"
+
+    @in_virtual_time
+    async def test_h112_two_topics_that_reject_everything_are_asked_one_event_at_a_time_each(self) -> None:
+        world = World(shards=1)
+        world.broker.reject(lambda message: message.topic != TOPIC)
+        world.write("a1 b1 c1 d1 e1", topic="forbidden")
+        world.write("k1 l1 m1 n1 o1", topic="unknown")
+        async with running(world.relay()):
+            await until(lambda: len(world.broker.requests) > 8)
+        for request in world.broker.requests[1:]:
+            topics = [event < "k" for event in request.split()]
+            assert len(topics) == len({*topics}), world.broker.requests
+
+    @in_virtual_time
+    async def test_h112_a_detour_goes_on_while_failed_events_wait_for_their_topic(self) -> None:
+        world = World(kind=MemoryLogStore)
+        world.store.set_rate(1000, tenant="loud")
+        world.write("x1", tenant="loud")
+        async with running(world.relay()):
+            await world.received(1)
+            world.broker.reject(lambda message: message.topic != TOPIC)
+            world.write("a1 b1 c1 d1 e1", topic="forbidden")
+            for number in range(2, 12):
+                await asyncio.sleep(8)  # so the detour does not end
+                before = clock.current().monotonic()
+                world.write(f"x{number}", tenant="loud")
+                await world.received(number)
+                assert clock.current().monotonic() - before < 2
 
     @in_virtual_time
     async def test_drain_does_not_wait_for_it(self) -> None:
