@@ -1,18 +1,18 @@
 """What a box shows when somebody looks: its relays, from memory, and its backlog, from the database.
 
-The database is asked when metrics are scraped, and not again for some seconds; the slower it answers, the more seldom
-it is asked, so that this never takes more than a twentieth of its time. After a failure it is asked again sooner:
-people look for what is missing then.
+The database is asked when metrics are scraped, and not again for some seconds; the slower it answers a question, the
+more seldom it is asked that, so that this never takes more than a twentieth of its time. After a failure it is asked
+again sooner: people look for what is missing then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from sqlalchemy import StaticPool
+from sqlalchemy import Connection, StaticPool
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import clock, telemetry
@@ -21,7 +21,6 @@ from .redaction import redacted
 from .telemetry import Sample
 
 if TYPE_CHECKING:
-    from .stores.inspection import Backlog
     from .stores.slots import SlotState
 
 logger = logging.getLogger("pillarbox")
@@ -47,8 +46,12 @@ class Gauges:
     def __init__(self, engine: Callable[[], AsyncEngine | None], relays: Callable[[], Iterable[Shown]]) -> None:
         self._engine = engine
         self._relays = relays
-        self._known: list[Sample] = []
-        self._until = float("-inf")
+        self._questions = [
+            Question("how much is pending", _backlog),
+            Question("which lanes nobody holds", _unowned),
+            Question("what is kept for replication slots", _slots),
+            Question("which letters are open", _letters),
+        ]
 
     def samples(self) -> Iterable[Sample]:
         """See `Source.samples`."""
@@ -56,48 +59,74 @@ class Gauges:
 
     async def asked(self) -> Iterable[Sample]:
         """See `Source.asked`."""
+        engine = self._engine()
+        # An in-memory SQLite has one connection: to give it back would undo what somebody else does on it.
+        if engine is None or isinstance(engine.pool, StaticPool):
+            return []
+        answers = await asyncio.gather(*(question.asked(engine) for question in self._questions))
+        return [sample for answer in answers for sample in answer]
+
+
+class Question:
+    """Something that the database is asked, whatever becomes of the others: what is slow, or fails, hides nothing
+    else.
+    """
+
+    def __init__(self, what: str, answer: Callable[[Connection], list[Sample]]) -> None:
+        self._what = what
+        self._answer = answer
+        self._known: list[Sample] = []
+        self._until = float("-inf")
+        self._is_answered = True
+
+    async def asked(self, engine: AsyncEngine) -> list[Sample]:
+        """The answer, or what it was a moment ago; none if there is none."""
         began = clock.current().monotonic()
         if began < self._until:
             return self._known
         longest = float("inf")
         self._until = began + KEPT_SECONDS  # who comes meanwhile gets what was known before
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                self._known = await self._ask()
+            async with asyncio.timeout(ANSWER_SECONDS), engine.connect() as connection:
+                self._known = await connection.run_sync(self._answer)
         except Exception as error:
             self._known = []  # nothing, rather than what is not true any more
             longest = FAILURE_SECONDS
-            logger.debug("the database does not say how much is pending: %s", redacted(str(error)))
+            reason = redacted(str(error)) or f"no answer within {ANSWER_SECONDS:g} s"
+            level = logging.WARNING if self._is_answered else logging.DEBUG
+            logger.log(level, "the database does not say %s, and these gauges are missing: %s", self._what, reason)
+            self._is_answered = False
+        else:
+            self._is_answered = True
         ended = clock.current().monotonic()
         self._until = ended + min(longest, max(KEPT_SECONDS, SHARE * (ended - began)))
         return self._known
 
-    async def _ask(self) -> list[Sample]:
-        engine = self._engine()
-        # An in-memory SQLite has one connection: to give it back would undo what somebody else does on it.
-        if engine is None or isinstance(engine.pool, StaticPool):
-            return []
-        from .stores.inspection import backlog  # noqa: PLC0415  for those who look
-        from .stores.letters import SqlLetters  # noqa: PLC0415  as above
-        from .stores.slots import slot_states  # noqa: PLC0415  as above
 
-        async with engine.connect() as connection:
-            shown = [sample for route in await connection.run_sync(backlog) for sample in _samples(route)]
-            shown += _slots(await connection.run_sync(slot_states))
-            return shown + _letters(await connection.run_sync(SqlLetters().count, LetterFilter()))
+def _backlog(connection: Connection) -> list[Sample]:
+    from .stores.inspection import backlog  # noqa: PLC0415  for those who look
 
-
-def _samples(route: Backlog) -> list[Sample]:
-    labels = (route.route,)
     return [
-        Sample(telemetry.PENDING, labels, route.pending),
-        Sample(telemetry.OLDEST, labels, route.oldest_pending_seconds),
-        Sample(telemetry.FAILED, labels, route.failed),
-        Sample(telemetry.LANES_UNOWNED, labels, route.unowned_lanes),
+        sample
+        for route in backlog(connection)
+        for sample in (
+            Sample(telemetry.PENDING, (route.route,), route.pending),
+            Sample(telemetry.OLDEST, (route.route,), route.oldest_pending_seconds),
+            Sample(telemetry.FAILED, (route.route,), route.failed),
+        )
     ]
 
 
-def _letters(open_letters: Mapping[tuple[str, LetterKind], int]) -> list[Sample]:
+def _unowned(connection: Connection) -> list[Sample]:
+    from .stores.inspection import unowned_lanes  # noqa: PLC0415  as above
+
+    return [Sample(telemetry.LANES_UNOWNED, (route,), lanes) for route, lanes in unowned_lanes(connection).items()]
+
+
+def _letters(connection: Connection) -> list[Sample]:
+    from .stores.letters import SqlLetters  # noqa: PLC0415  as above
+
+    open_letters = SqlLetters().count(connection, LetterFilter())
     held = [Sample(telemetry.HELD, (it[0],), count) for it, count in open_letters.items() if it[1] is LetterKind.HELD]
     return held + [
         Sample(telemetry.LETTERS_OPEN, (consumer, kind.value), count)
@@ -106,9 +135,11 @@ def _letters(open_letters: Mapping[tuple[str, LetterKind], int]) -> list[Sample]
     ]
 
 
-def _slots(slots: list[SlotState]) -> list[Sample]:
+def _slots(connection: Connection) -> list[Sample]:
+    from .stores.slots import slot_states  # noqa: PLC0415  as above
+
     shown: dict[str, SlotState] = {}
-    for slot in slots:  # each relay that comes brings another name
+    for slot in slot_states(connection):  # each relay that comes brings another name
         name = "temporary" if slot.temporary else slot.name
         shown[name] = max(shown.get(name, slot), slot, key=lambda it: it.lag)
     samples = [Sample(telemetry.SLOT_LAG, (name,), slot.lag) for name, slot in shown.items()]

@@ -19,10 +19,11 @@ from sqlalchemy import create_engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from pillarbox import CommitOutcomeUnknown, Pillarbox, RetryPolicy, Route, event_context, telemetry
+from pillarbox import CommitOutcomeUnknown, Pillarbox, RetryPolicy, Route, event_context, gauges, telemetry
 from pillarbox.otel import OtelSignals
 from pillarbox.prometheus import PrometheusSignals
-from pillarbox.stores.inspection import backlog
+from pillarbox.stores import inspection
+from pillarbox.stores.inspection import backlog, unowned_lanes
 from pillarbox.telemetry import Observer
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -169,7 +170,42 @@ class TestBacklog:
     async def asked(box: Pillarbox) -> tuple[int, int, float, int]:
         async with box.engine.connect() as connection:
             (route,) = await connection.run_sync(backlog)
-        return route.pending, route.failed, route.oldest_pending_seconds, route.unowned_lanes
+            (unowned,) = (await connection.run_sync(unowned_lanes)).values()
+        return route.pending, route.failed, route.oldest_pending_seconds, unowned
+
+    async def test_a_huge_one_is_not_counted_to_its_end(
+        self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(inspection, "COUNTED", 2)
+        async with box_with(postgres_database.url()) as box:
+            await set_up(box)
+            async with box.unit_of_work() as uow:
+                for _ in range(5):
+                    uow.publish(OrderNoted(note="x"), key="one lane")
+            pending, _, oldest, _ = await self.asked(box)
+            assert pending == 2
+            assert oldest > 0
+
+    async def test_one_that_cannot_be_counted_hides_no_other_gauge_and_is_told_once(
+        self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(gauges, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(gauges, "FAILURE_SECONDS", 0.0)
+        metrics = PrometheusSignals()
+        async with box_with(postgres_database.url(), metrics) as box:
+            await set_up(box)
+            async with box.engine.begin() as connection:
+                await connection.execute(text("LOCK TABLE pillarbox_outbox"))
+                for _ in range(2):
+                    shown, _ = await metrics.render()
+                    assert b'outbox_lanes_unowned{route="orders"} 16.0' in shown
+                    assert b"outbox_pending_count{" not in shown
+            assert b'outbox_pending_count{route="orders"} 0.0' in (await metrics.render())[0]
+        (told,) = [record.message for record in caplog.records if "missing" in record.message]
+        assert (
+            told
+            == "the database does not say how much is pending, and these gauges are missing: no answer within 0.5 s"
+        )
 
     async def test_the_database_is_asked_seldom_and_an_outage_shows_nothing(self, sqlite_database: Database) -> None:
         metrics = PrometheusSignals()

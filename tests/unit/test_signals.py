@@ -9,19 +9,20 @@ import random
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
 from prometheus_client import CollectorRegistry
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pillarbox import clock, telemetry
 from pillarbox.errors import ConfigurationError
-from pillarbox.gauges import ANSWER_SECONDS, FAILURE_SECONDS, Gauges
+from pillarbox.gauges import ANSWER_SECONDS, FAILURE_SECONDS, Gauges, Question
 from pillarbox.outbox import Status
 from pillarbox.prometheus import OTHER, PrometheusSignals
 from pillarbox.relay import Relay
@@ -152,17 +153,18 @@ class TestNoLie:
 
     @in_virtual_time
     async def test_after_a_failure_the_backlog_is_asked_for_again_soon(self) -> None:
-        gauges, asked = Gauges(lambda: None, list), list[float]()
+        question, asked = Question("how much is pending", lambda _: []), list[float]()
 
-        async def hang() -> list[Sample]:
-            asked.append(clock.current().monotonic())
-            await asyncio.sleep(1000)
-            return []
+        class Hanging:
+            @asynccontextmanager
+            async def connect(self) -> AsyncIterator[None]:
+                asked.append(clock.current().monotonic())
+                await asyncio.sleep(1000)
+                yield
 
-        gauges._ask = hang  # type: ignore[method-assign]
-        await gauges.asked()
-        await asyncio.sleep(FAILURE_SECONDS + 0.1)
-        await gauges.asked()
+        for _ in range(2):
+            assert await question.asked(cast("AsyncEngine", Hanging())) == []
+            await asyncio.sleep(FAILURE_SECONDS + 0.1)
         assert asked[1] - asked[0] == pytest.approx(ANSWER_SECONDS + FAILURE_SECONDS, abs=1)
 
     @in_virtual_time
