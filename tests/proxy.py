@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -32,9 +31,7 @@ class Proxy:
         self._start(self._accept)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _shut(self._listener)
         for connection in self._sockets:
             _shut(connection)

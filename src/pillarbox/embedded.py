@@ -41,7 +41,6 @@ if sys.platform != "win32":
     import pwd
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import IO
 
 _USER = "postgres"
@@ -152,9 +151,7 @@ class EmbeddedPostgres:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _gate(self) -> IO[bytes]:

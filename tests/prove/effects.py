@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
 
@@ -119,9 +118,7 @@ class Processes:
             await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for name in [*self.running]:
             await self.kill(name)
 

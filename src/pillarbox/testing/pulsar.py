@@ -43,7 +43,6 @@ if sys.platform != "win32":
     import fcntl
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import IO
 
 VERSION = "4.0.8"
@@ -232,9 +231,7 @@ class LocalPulsar:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def kill_broker(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -103,9 +102,7 @@ class World:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._exits.aclose()
 
     async def _start(self) -> None:

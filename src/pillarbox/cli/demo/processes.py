@@ -10,7 +10,6 @@ from enum import StrEnum
 from itertools import count
 from pathlib import Path
 from string import ascii_lowercase
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -91,9 +90,7 @@ class Processes:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._end()
 
     def check(self) -> None:
