@@ -6,8 +6,8 @@ import pytest
 
 from pillarbox.stores import partitions
 from pillarbox.stores.log import LogStore
-from pillarbox.stores.operations import Author
 from pillarbox.stores.queue import QueueStore
+from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.detours import DetourContract
 from tests.conformance.test_outbox_store import DatabaseStoreContract, DatabaseWorld, migrated
 

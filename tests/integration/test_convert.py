@@ -30,8 +30,9 @@ from pillarbox.stores import convert, inspection, operations
 from pillarbox.stores.convert import Conversion, Plan, Progress, Store
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations.step_0003 import INDEX
-from pillarbox.stores.operations import Action, Author, Change, Handle, Run, Selection, Tenant
+from pillarbox.stores.operations import Action, Change, Handle, Run, Selection, Tenant
 from pillarbox.stores.tables import lanes, meta, outbox
+from pillarbox.stores.trail import Author
 from pillarbox.transport import Capabilities, Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import until_somebody_waits

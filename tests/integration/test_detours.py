@@ -15,8 +15,8 @@ from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.days import Fate
 from pillarbox.stores.inspection import backlog, lane_states
-from pillarbox.stores.operations import Author
 from pillarbox.stores.partitions import Part
+from pillarbox.stores.trail import Author
 from tests.copies import ROUTE, SHARD, Outbox, outbox
 from tests.servers import Database
 

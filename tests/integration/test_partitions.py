@@ -33,10 +33,11 @@ from pillarbox.stores.days import Fate, Survey
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.operations import Action, Author, Run, Selection
+from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.partitions import first_id, is_busy, took_too_long, was_taken
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.retention import Page
+from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from pillarbox.transports.memory import MemoryTransport
 from tests import commands

@@ -23,7 +23,8 @@ from pillarbox.outbox import Status
 from pillarbox.stores import operations
 from pillarbox.stores.identity import renew
 from pillarbox.stores.inspection import Filter, unsent
-from pillarbox.stores.operations import Action, Author, Selection
+from pillarbox.stores.operations import Action, Selection
+from pillarbox.stores.trail import Author
 from pillarbox.testing.link import Link
 from pillarbox.testing.pulsar import PulsarCluster
 from pillarbox.transports.pulsar import PulsarTransport

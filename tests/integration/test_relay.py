@@ -18,9 +18,10 @@ from pillarbox.outbox import Status
 from pillarbox.relay import Relay
 from pillarbox.stores import operations
 from pillarbox.stores.inspection import Filter, deliveries, deliveries_of
-from pillarbox.stores.operations import Action, Author, Change, Handle, Run, Selection, Tenant
+from pillarbox.stores.operations import Action, Change, Handle, Run, Selection, Tenant
 from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
+from pillarbox.stores.trail import Author
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import Order, set_up, written

@@ -25,8 +25,9 @@ from pillarbox.stores.append import Appender
 from pillarbox.stores.archive import Archived, Writer
 from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.inspection import Filter
-from pillarbox.stores.operations import Action, Author, Run, Selection
+from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
+from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import make_due
 from tests.relays import running

@@ -12,8 +12,8 @@ import click
 from ..settings import Settings
 from ..stores import convert
 from ..stores.convert import Conversion, Plan, Store
-from ..stores.operations import Author
 from ..stores.schema import check_schema
+from ..stores.trail import Author
 from .database import ask, load_settings, opened, run
 from .output import Exit, confirm, confirmed, emit, number, options, plain, signed
 

@@ -22,7 +22,7 @@ from ..inbox import Letter, LetterFilter, LetterKind, LetterState
 from ..redaction import redacted
 from ..stores import correspondence
 from ..stores.letters import SqlLetters
-from ..stores.operations import Author
+from ..stores.trail import Author
 from .bodies import check_body
 from .database import ask, change, changing, load_settings, run
 from .outbox import signals

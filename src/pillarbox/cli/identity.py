@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..stores import identity
-from ..stores.operations import Author
+from ..stores.trail import Author
 from .database import change, load_settings, run
 from .output import confirm, confirmed, emit, need_reason, number, options, signed
 

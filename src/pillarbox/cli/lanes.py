@@ -12,7 +12,8 @@ from sqlalchemy import Connection
 
 from ..stores import inspection, operations
 from ..stores.inspection import LaneState
-from ..stores.operations import Author, Change, Handle, Lanes, Tenant
+from ..stores.operations import Change, Handle, Lanes, Tenant
+from ..stores.trail import Author
 from .database import ask, load_settings, run
 from .database import change as changed
 from .output import (

@@ -26,7 +26,8 @@ from ..outbox import Status
 from ..settings import Settings
 from ..stores import inspection, operations
 from ..stores.inspection import AuditEntry, Details, Filter, Summary
-from ..stores.operations import ELIGIBLE, Action, Author, Run, Selection
+from ..stores.operations import ELIGIBLE, Action, Run, Selection
+from ..stores.trail import Author
 from .bodies import check_body
 from .convert import command as convert
 from .database import ask, change, changing, load_settings, run

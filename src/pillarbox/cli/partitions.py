@@ -21,10 +21,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..errors import StoreError
 from ..settings import Settings
 from ..stores import days, partitions
-from ..stores.operations import Author
 from ..stores.partitions import Plan
 from ..stores.retention import Scope, Stretch
 from ..stores.schema import check_schema
+from ..stores.trail import Author
 from .database import ask, load_settings, opened, run
 from .output import Exit, Number, Whole, confirm, confirmed, emit, number, options, signed
 

@@ -18,11 +18,10 @@ from ..inbox import LetterFilter, LetterKind
 from ..projections.projection import Projection
 from ..projections.rebuild import From, Progress, Rebuilt
 from ..stores import inbox as stored
-from ..stores import retention
 from ..stores.inbox import ConsumerRecord
 from ..stores.letters import SqlLetters
-from ..stores.operations import Author
 from ..stores.schema import check_schema
+from ..stores.trail import Author, note
 from .database import ask, load_settings, reached, run
 from .output import CommandError, Exit, age, check_text, emit, number, options, signed, table
 from .serving import load_box
@@ -174,7 +173,7 @@ async def _note(box: Pillarbox, author: Author, name: str, details: dict[str, An
     """The row of the trail."""
     async with box.engine.begin() as connection:
         return await connection.run_sync(
-            lambda it: retention.note(it, author, "rebuild", f"projection {name}", details=details, entry=entry)
+            lambda it: note(it, author, "rebuild", f"projection {name}", details=details, entry=entry)
         )
 
 

@@ -10,8 +10,8 @@ import click
 
 from ..settings import Settings
 from ..stores import rebase
-from ..stores.operations import Author
 from ..stores.rebase import Survey
+from ..stores.trail import Author
 from .database import ask, load_settings, opened, run
 from .output import confirm, confirmed, emit, need_reason, number, options, signed
 

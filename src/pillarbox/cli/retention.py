@@ -28,8 +28,8 @@ from ..settings import Settings
 from ..stores import archive as archives
 from ..stores import days, retention
 from ..stores.archive import Archived, Summary, Unfinished, Writer
-from ..stores.operations import Author
 from ..stores.retention import Page, Position, Scope, Stretch
+from ..stores.trail import Author, note
 from . import partitions
 from .database import ask, change, changing, load_settings, run
 from .outbox import command, duration, signals
@@ -167,7 +167,7 @@ class _Run:
     def note(self, connection: Connection, done: int, **more: Any) -> int:
         """The row of the trail, with what this transaction adds to it."""
         order, details = self.order, {"count": self.done + done, **self.details, **more}
-        return retention.note(connection, order.author, order.action, order.target, details=details, entry=self.audit)
+        return note(connection, order.author, order.action, order.target, details=details, entry=self.audit)
 
     def note_days(self, connection: Connection, done: int, dropped: list[str]) -> int:
         """The same, about days that this transaction drops."""

@@ -21,7 +21,6 @@ time to settle.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -32,7 +31,7 @@ from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import Connection, insert, select, text, update
+from sqlalchemy import Connection, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..cursor import Cursor, Snapshot
@@ -44,9 +43,9 @@ from .append import route_record
 from .columns import from_now
 from .leases import stored
 from .log import LogStore
-from .operations import Author
 from .partitions import layout
-from .tables import audit, lanes, meta, routes
+from .tables import lanes, meta, routes
+from .trail import Author, note
 
 PATIENCE = 5.0
 """Seconds that owners get to settle what they have announced."""
@@ -213,16 +212,8 @@ class Conversion:
         async with self._engine.begin() as connection:
             await connection.execute(update(meta).values(store=self._to.value))
             details = {"to": self._to, "lanes": wanted.lanes}
-            entry: Any = await connection.execute(
-                insert(audit).values(
-                    who=self._author.who,
-                    action="convert",
-                    target=f"the outbox, to a {self._to}",
-                    reason=self._author.reason,
-                    details=json.dumps(details),
-                )
-            )
-            self.progress.audit = entry.inserted_primary_key[0]
+            target = f"the outbox, to a {self._to}"
+            self.progress.audit = await connection.run_sync(note, self._author, "convert", target, details=details)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
 

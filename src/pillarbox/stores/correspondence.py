@@ -7,16 +7,14 @@ of two people who want something for the same letter one is late, and hears of i
 from __future__ import annotations
 
 import base64
-import json
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection
 
 from ..inbox import Letter, LetterState
 from .letters import SqlLetters
-from .operations import Author, record
-from .tables import audit
+from .trail import Author, amend, note
 
 _LETTERS = SqlLetters()
 
@@ -59,13 +57,12 @@ def begin_redrive(connection: Connection, letter: Letter, author: Author) -> int
 
 def end_redrive(connection: Connection, entry: int, letter: Letter, outcome: str) -> None:
     """What has become of it."""
-    details = _details(letter, outcome=outcome)
-    connection.execute(update(audit).where(audit.c.id == entry).values(details=json.dumps(details)))
+    amend(connection, entry, _details(letter, outcome=outcome))
 
 
 def _note(connection: Connection, action: LetterAction, letter: Letter, author: Author, **more: Any) -> int:
     target = f"letter {letter.id} of {letter.consumer}"
-    return record(connection, author, action, target, details=_details(letter, **more), event_id=letter.event_id)
+    return note(connection, author, action, target, details=_details(letter, **more), event_id=letter.event_id)
 
 
 def _details(letter: Letter, **more: Any) -> dict[str, Any]:

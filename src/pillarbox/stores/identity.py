@@ -9,9 +9,8 @@ from sqlalchemy import Connection, func, select, update
 from .. import clock
 from ..errors import StoreError
 from .columns import from_now
-from .operations import Author
-from .retention import note
 from .tables import lanes, meta, routes
+from .trail import Author, note
 
 
 def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:

@@ -8,7 +8,6 @@ of its caller, and what it writes stands or falls with the row in the trail that
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,8 @@ from .inspection import (
     of_events,
     route_named,
 )
-from .tables import audit, lanes, meta, requests, routes, tenants
+from .tables import lanes, requests, routes, tenants
+from .trail import Author, note, one_person_at_a_time
 
 
 class Action(StrEnum):
@@ -51,14 +51,6 @@ ELIGIBLE: Mapping[Action, tuple[Status, ...]] = {
     Action.EDIT: (Status.FAILED, Status.RETRYING),
 }
 """The deliveries that an action is for. Others are left alone: they are under way, or at their end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Author:
-    """Who does something, and why."""
-
-    who: str
-    reason: str | None = None
 
 
 # -- requests about many deliveries ------------------------------------------------------------------------------------
@@ -122,7 +114,7 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     The run comes back as it was when nothing is left. A delivery for which the same was asked before, and not yet
     done, gets no second request, also when two people ask at the same time.
     """
-    _one_person_at_a_time(connection)
+    one_person_at_a_time(connection)
     page = connection.execute(
         select(events.c.id, events.c.route, events.c.shard)
         .where(events.c.id > run.last, *_conditions(connection, selection), ~_is_asked(selection.action))
@@ -133,14 +125,9 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
         return run
     run = replace(run, requested=run.requested + len(page), first=run.first or page[0].id, last=page[-1].id)
     details = {"count": run.requested, "filter": _given(selection.wanted), "rows": [run.first, run.last]}
-    if run.audit is None:
-        event = selection.events[0] if len(selection.events) == 1 else None
-        run = replace(
-            run, audit=record(connection, author, selection.action, str(selection), details=details, event_id=event)
-        )
-    else:
-        counted = update(audit).where(audit.c.id == run.audit)
-        connection.execute(counted.values(details=json.dumps(details)))
+    event = selection.events[0] if len(selection.events) == 1 else None
+    entry = note(connection, author, selection.action, str(selection), details=details, event_id=event, entry=run.audit)
+    run = replace(run, audit=entry)
     rows = [
         {
             "route": stable_hash(row.route),
@@ -195,13 +182,13 @@ def edit(
 
     None if an edit of this delivery is waiting already.
     """
-    _one_person_at_a_time(connection)
+    one_person_at_a_time(connection)
     asked = select(requests.c.id).where(requests.c.row_id == delivery.id, requests.c.action == Action.EDIT)
     if connection.execute(asked).first() is not None:
         return None
     details = {"route": delivery.route, "new_event_id": str(event_id), "old_body": base64.b64encode(old).decode()}
     target = f"event {delivery.event_id}; route {delivery.route}"
-    entry = record(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
+    entry = note(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
     connection.execute(
         insert(requests).values(
             route=stable_hash(delivery.route or ""),
@@ -287,7 +274,7 @@ def apply(connection: Connection, change: Change, author: Author) -> tuple[int, 
     """Do it; how many lanes or tenants have changed, and the number of the row in the trail. No change, no row."""
     if change.rate is not None and not (math.isfinite(change.rate) and change.rate > 0):
         raise StoreError(f"a rate is a number above 0, got {change.rate}")
-    _one_person_at_a_time(connection)
+    one_person_at_a_time(connection)
     changed = affected(connection, change)
     if not changed:
         return 0, None
@@ -300,7 +287,7 @@ def apply(connection: Connection, change: Change, author: Author) -> tuple[int, 
         values = _values(change)
         changed = connection.execute(update(lanes).where(*_touched(change, change.target)).values(values)).rowcount
     details = {"count": changed} | ({"rate": change.rate} if change.handle is Handle.RATE else {})
-    return changed, record(connection, author, change.handle, str(change.target), details=details)
+    return changed, note(connection, author, change.handle, str(change.target), details=details)
 
 
 def _in(target: Lanes) -> ColumnElement[bool]:
@@ -326,37 +313,3 @@ def _values(change: Change) -> dict[str, Any]:
     if change.handle is Handle.RATE:
         return {"rate": change.rate}
     return {"paused": change.handle is Handle.PAUSE}
-
-
-# -- small parts -------------------------------------------------------------------------------------------------------
-
-
-def _one_person_at_a_time(connection: Connection) -> None:
-    """People wait for each other, never a relay for them: nothing that a relay or a writer locks is locked here.
-
-    It is the first statement of the transaction, so that what is read after it is what the one before has written.
-    """
-    connection.execute(select(meta.c.id).with_for_update())
-
-
-def record(
-    connection: Connection,
-    author: Author,
-    action: str,
-    target: str,
-    *,
-    details: Mapping[str, Any],
-    event_id: UUID | None = None,
-) -> int:
-    entry: Any = connection.execute(
-        insert(audit).values(
-            who=author.who,
-            action=action,
-            target=target,
-            event_id=event_id,
-            reason=author.reason,
-            details=json.dumps(details),
-        )
-    )
-    number: int = entry.inserted_primary_key[0]
-    return number

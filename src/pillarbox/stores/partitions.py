@@ -22,8 +22,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from ..errors import StoreError
-from .operations import Author
-from .retention import alone, note
+from .retention import alone
+from .trail import Author, note
 
 AHEAD = 7
 """Days for which partitions are made before they come."""

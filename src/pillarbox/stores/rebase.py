@@ -20,19 +20,18 @@ Everything but `forget` is one transaction, under locks that let nobody write.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, insert, select, text, update
+from sqlalchemy import Connection, select, text, update
 
 from .. import clock
 from ..cursor import Snapshot
 from ..errors import StoreError
-from .operations import Author
 from .origin import IS_ORIGINAL, WRITE
-from .tables import audit, lanes, meta
+from .tables import lanes, meta
+from .trail import Author, note, one_person_at_a_time
 
 PORTION = 10_000
 """How many rows `forget` reads in one transaction."""
@@ -142,7 +141,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
     """Do it, in a transaction of its caller: what was done, the install id, and the number of the row in the trail."""
     # Who writes has committed or rolled back once we have these, and the next statement sees all of it.
     connection.execute(text("SET LOCAL lock_timeout = '10s'"))
-    connection.execute(select(meta.c.id).with_for_update())
+    one_person_at_a_time(connection)
     connection.execute(text("LOCK TABLE pillarbox_lanes, pillarbox_outbox IN SHARE ROW EXCLUSIVE MODE"))
     found = survey(connection)
     _draw_ids_above_all(connection)
@@ -165,12 +164,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
     details: dict[str, Any] = {**asdict(found), "install_id": str(install)}
     if new_install_id:
         details["old_install_id"] = str(before)
-    entry = connection.execute(
-        insert(audit)
-        .values(who=author.who, action="rebase", target="database", reason=author.reason, details=json.dumps(details))
-        .returning(audit.c.id)
-    ).scalar_one()
-    return found, install, entry
+    return found, install, note(connection, author, "rebase", "database", details=details)
 
 
 def _before(snapshot: Snapshot, number: int) -> Snapshot:

@@ -26,16 +26,16 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select, text, tuple_, update
+from sqlalchemy import Connection, and_, case, delete, func, or_, select, text, tuple_
 
 from ..cursor import Cursor
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
 from .columns import from_now
 from .log_sql import TELLS_ABOUT
-from .operations import Author
 from .origin import IS_ORIGINAL
-from .tables import audit, meta, outbox, routes
+from .tables import outbox, routes
+from .trail import one_person_at_a_time
 
 MINIMUM_AGE = 60.0
 """Seconds. Who lost the answer to a COMMIT asks for the row that it wrote: a row must outlive the question."""
@@ -311,30 +311,9 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
     return gone, tuple(last) if seen == limit else None
 
 
-def note(
-    connection: Connection,
-    author: Author,
-    action: str,
-    target: str,
-    *,
-    details: Mapping[str, Any],
-    entry: int | None = None,
-) -> int:
-    """Write the row of the trail that is about a run, or what has become of it since; its number."""
-    said = json.dumps(details)
-    if entry is not None:
-        connection.execute(update(audit).where(audit.c.id == entry).values(details=said))
-        return entry
-    values = {"who": author.who, "action": action, "target": target, "reason": author.reason, "details": said}
-    done: Any = connection.execute(insert(audit).values(**values))
-    return int(done.inserted_primary_key[0])
-
-
 def alone(connection: Connection) -> None:
-    """People wait for each other, never a relay or a writer for them. It comes first, so that what is read after it is
-    what the one before has left.
-    """
-    connection.execute(select(meta.c.id).with_for_update())
+    """One person at a time; and the rows that it asks for are found by an index."""
+    one_person_at_a_time(connection)
     if _is_postgres(connection):
         connection.execute(_BY_INDEX)
 
