@@ -22,7 +22,7 @@ from uuid import UUID
 import msgspec
 
 from .cursor import RowAt
-from .errors import RouteError
+from .errors import BatchMismatchError, RouteError, StoreError
 from .retry import RetryPolicy
 
 SHARDS = 16
@@ -197,6 +197,22 @@ class Lane(msgspec.Struct, frozen=True):
     def name(self) -> LaneName:
         """Which lane it is, whoever owns it."""
         return LaneName(self.route.id, self.shard)
+
+    def check_announced(self, *, wanted: bool = True) -> None:
+        """`StoreError` unless a batch is announced; or if one is, and none is wanted."""
+        if (self.announced is not None) != wanted:
+            raise StoreError(
+                "there is no announced batch to settle" if wanted else "a batch is announced over an unsettled one"
+            )
+
+    def check_batch(self, found: Sequence[tuple[int, Row]]) -> None:
+        """`BatchMismatchError` if these numbers and rows are not those that were announced."""
+        announced, items = self.announced, [(number, row.id) for number, row in found]
+        if announced is not None and (len(items) != announced.count or digest(items) != announced.digest):
+            raise BatchMismatchError(
+                f"batch {self.batch} of lane {self} had {announced.count} rows "
+                f"when it was announced and has {len(items)} now, or others: somebody changed them by hand"
+            )
 
     def __str__(self) -> str:
         return f"{self.route.name}/{self.shard}"

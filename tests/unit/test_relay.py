@@ -676,7 +676,7 @@ class TestTrouble:
         async with running(relay):
             await until(lambda: relay.status()["troubles"])
             (reason,) = relay.status()["troubles"].values()
-            assert "is not what was announced" in reason
+            assert "somebody changed them by hand" in reason
             await until(lambda: not world.store._lanes[LaneName(name.route, 1)].fresh)
             await asyncio.sleep(30)
             assert world.store._lanes[name].locked_by == "r1"

@@ -25,7 +25,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..cursor import Cursor, RowAt, Snapshot, Window
-from ..errors import BatchMismatchError, LaneHaltedError, StoreError
+from ..errors import LaneHaltedError, StoreError
 from ..outbox import Ahead, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
@@ -168,12 +168,7 @@ class LogStore(QueueStore):
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         if lane.cursor is None:
             return await super().announce(lane, batch, settle=settle)
-        if (lane.announced is not None) != settle:
-            raise StoreError(
-                "a batch is announced over an unsettled one"
-                if lane.announced
-                else "there is no announced batch to settle"
-            )
+        lane.check_announced(wanted=settle)
         following, skipped = _following(lane, batch)
         if not (lane.waiting or skipped or batch.failures or batch.parked or batch.requests):
             await self._write_at_once(lane, following, batch.cursor, relaxed=batch.relaxed)
@@ -203,8 +198,7 @@ class LogStore(QueueStore):
     async def settle(self, lane: Lane) -> Lane:
         if lane.cursor is None:
             return await super().settle(lane)
-        if lane.announced is None:
-            raise StoreError("there is no announced batch to settle")
+        lane.check_announced()
         following = settled(lane)
         if not lane.waiting:
             await self._write_at_once(lane, following)
@@ -516,11 +510,7 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
         rows |= {values[0]: row_of(values) for values in connection.execute(sql.REDONE, parameters)}
     numbered = enumerate(announced.items or order, start=announced.first_number)
     found = [(number, rows[row]) for number, row in numbered if row in rows and row not in contents.out]
-    if len(found) != announced.count or digest((number, row.id) for number, row in found) != announced.digest:
-        raise BatchMismatchError(
-            f"batch {lane.batch} of lane {lane} had {announced.count} rows "
-            f"when it was announced and has {len(found)} now, or others: somebody changed them by hand"
-        )
+    lane.check_batch(found)
     if contents.attempts:
         attempts = contents.attempts
         found = [(number, replace(row, attempts=attempts.get(row.id, row.attempts))) for number, row in found]

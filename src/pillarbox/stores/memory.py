@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 from msgspec.structs import replace
 
 from .. import clock
-from ..errors import BatchMismatchError, DuplicateEventError, LeaseLostError, StoreError
+from ..errors import DuplicateEventError, LeaseLostError, StoreError
 from ..outbox import (
     SHARDS,
     Announcement,
@@ -308,12 +308,7 @@ class MemoryStore:
         return lane
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
-        if (lane.announced is not None) != settle:
-            raise StoreError(
-                "a batch is announced over an unsettled one"
-                if lane.announced
-                else "there is no announced batch to settle"
-            )
+        lane.check_announced(wanted=settle)
         kept = self._fenced(lane)
         self._check_rows(lane, batch.items, _UNTRIED_OR_WAITING)
         self._check_rows(lane, batch.parked, _UNTRIED_OR_WAITING)
@@ -363,8 +358,7 @@ class MemoryStore:
 
     async def settle(self, lane: Lane) -> Lane:
         kept = self._fenced(lane)
-        if lane.announced is None:
-            raise StoreError("there is no announced batch to settle")
+        lane.check_announced()
         self._mark_sent(kept)
         kept.announced, kept.tries = None, 0
         return self._lane(lane.name)
@@ -373,11 +367,7 @@ class MemoryStore:
         if lane.announced is None:
             return []
         found = [(stored.number, stored.row) for stored in _items(self._lanes[lane.name]) if stored.batch == lane.batch]
-        if (
-            len(found) != lane.announced.count
-            or digest((number, row.id) for number, row in found) != lane.announced.digest
-        ):
-            raise BatchMismatchError(f"batch {lane.batch} of lane {lane} is not what was announced")
+        lane.check_batch(found)
         return found
 
     # -- whose lane it is ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..errors import BatchMismatchError, StoreError
+from ..errors import StoreError
 from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Shards, Status, digest
 from . import turn
 from .announced import refuse_detours
@@ -109,12 +109,7 @@ class QueueStore(Appender, Leases):
         return lane
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
-        if (lane.announced is not None) != settle:
-            raise StoreError(
-                "a batch is announced over an unsettled one"
-                if lane.announced
-                else "there is no announced batch to settle"
-            )
+        lane.check_announced(wanted=settle)
         following = _following(lane, batch)
         if self._is_postgres and not (lane.waiting or batch.failures or batch.parked or batch.requests):
             await self.each_alone(_write_at_once, lane, following, batch.relaxed)
@@ -134,8 +129,7 @@ class QueueStore(Appender, Leases):
         return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
 
     async def settle(self, lane: Lane) -> Lane:
-        if lane.announced is None:
-            raise StoreError("there is no announced batch to settle")
+        lane.check_announced()
         settled = replace(lane, announced=None, tries=0)
         if self._is_postgres and not lane.waiting:
             await self.each_alone(_write_at_once, lane, settled)
@@ -191,11 +185,7 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     rows = connection.execute(turn.items(connection.dialect.name), {**_place(lane), **_arrays(pairs)}).all()
     numbers = dict(pairs)
     found = sorted(((numbers[values[0]], _row(values)) for values in rows), key=itemgetter(0))
-    if len(found) != lane.announced.count or digest((number, row.id) for number, row in found) != lane.announced.digest:
-        raise BatchMismatchError(
-            f"batch {lane.batch} of lane {lane} had {lane.announced.count} rows "
-            f"when it was announced and has {len(found)} now, or others: somebody changed them by hand"
-        )
+    lane.check_batch(found)
     return found
 
 
