@@ -129,8 +129,8 @@ class TestRedrive:
         [
             ([], "Name events, or choose by --route"),
             (["--status", "RETRYING"], "or say --all"),
-            (["--all", "--key", "A"], "--all goes with no EVENT_ID and no filter"),
-            (["--all", ABSENT], "--all goes with no EVENT_ID and no filter"),
+            (["--all", "--key", "A"], "--all goes with no ID and no filter"),
+            (["--all", ABSENT], "--all goes with no ID and no filter"),
             (["--status", "PENDING", "--all"], "'PENDING' is not one of 'FAILED', 'RETRYING'"),
             (["--older-than", "7"], "'7' is no duration: write '90s'"),
             (["--all", "--rate", "0"], "0"),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from .arguments import options
 from .database import load_settings
-from .output import emit, options, table
+from .output import emit, table
 
 
 @click.group(no_args_is_help=False)

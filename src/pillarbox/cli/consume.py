@@ -16,9 +16,10 @@ import click
 from ..app import Pillarbox
 from ..consumers.consumer import Consumer
 from ..errors import PillarboxError
+from .arguments import options
 from .consumers import TWICE, too_short
 from .database import load_settings, run
-from .output import CommandError, Exit, emit, options, table
+from .output import CommandError, Exit, emit, table
 from .serving import Address, Render, http_option, observe, opened_box, serve
 
 logger = logging.getLogger("pillarbox")

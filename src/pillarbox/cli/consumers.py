@@ -11,8 +11,9 @@ import msgspec
 from ..consumers.consumer import Consumer
 from ..stores.inbox import ConsumerRecord
 from ..stores.inbox import consumers as registered
+from .arguments import options
 from .database import ask, load_settings, run
-from .output import age, emit, options, table
+from .output import age, emit, table
 
 
 @click.group(no_args_is_help=False)

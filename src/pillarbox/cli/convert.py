@@ -14,8 +14,9 @@ from ..stores import convert
 from ..stores.convert import Conversion, Plan, Store
 from ..stores.schema import check_schema
 from ..stores.trail import Author
+from .arguments import confirm, confirmed, options, signed
 from .database import ask, load_settings, opened, run
-from .output import Exit, confirm, confirmed, emit, number, options, plain, signed
+from .output import Exit, emit, number, plain
 
 _SECONDS_BETWEEN_LINES = 1.0
 

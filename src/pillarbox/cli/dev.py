@@ -9,8 +9,9 @@ import click
 
 from ..embedded import home
 from ..testing.pulsar import VERSION, LocalPulsar, install, is_installed
+from .arguments import Whole, options
 from .database import embedded_postgres, load_settings
-from .output import Whole, emit, options
+from .output import emit
 
 _STOPS = {signal.SIGINT, signal.SIGTERM}
 _PORT = Whole(1, 65_535)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import click
 from sqlalchemy import Connection
@@ -23,33 +23,28 @@ from ..redaction import redacted
 from ..stores import correspondence
 from ..stores.letters import SqlLetters
 from ..stores.trail import Author
-from .bodies import check_body
-from .database import ask, change, changing, load_settings, run
-from .outbox import signals
-from .output import (
-    CommandError,
-    Exit,
+from .arguments import (
     Whole,
+    check_choice,
     check_text,
     confirm,
     confirmed,
-    emit,
     for_many,
     need_reason,
-    number,
     options,
-    plain,
-    shown,
     signed,
-    table,
+    together,
 )
+from .bodies import check_body
+from .database import ask, change, changing, load_settings, run
+from .outbox import signals
+from .output import CommandError, Exit, emit, number, plain, shown, table
 from .serving import opened_box
 
 PAGE = 100
 """Letters that are read at a time: each may have a body of a megabyte."""
 _SAMPLE = 10
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _letters = SqlLetters()
 
 
@@ -61,19 +56,21 @@ def command() -> None:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _filters(command: _Command) -> _Command:
-    """The options that choose letters by what they are."""
-    kinds = click.Choice([each.value for each in LetterKind])
-    for option in (
-        click.option("--key", metavar="KEY", callback=check_text),
-        click.option("--topic", metavar="TOPIC", callback=check_text),
-        click.option("--type", "event_type", metavar="NAME", callback=check_text, help="Event name."),
-        click.option("--kind", "kinds", type=kinds, multiple=True, help="May be repeated."),
-        click.option("--tenant", metavar="TENANT", callback=check_text),
-        click.option("--consumer", metavar="NAME", callback=check_text),
-    ):
-        command = option(command)
-    return command
+_filters = together(
+    click.option("--consumer", metavar="NAME", callback=check_text),
+    click.option("--tenant", metavar="TENANT", callback=check_text),
+    click.option(
+        "--kind",
+        "kinds",
+        type=click.Choice([each.value for each in LetterKind]),
+        multiple=True,
+        help="May be repeated.",
+    ),
+    click.option("--type", "event_type", metavar="NAME", callback=check_text, help="Event name."),
+    click.option("--topic", metavar="TOPIC", callback=check_text),
+    click.option("--key", metavar="KEY", callback=check_text),
+)
+"""The options that choose letters by what they are."""
 
 
 @command.command("list")
@@ -189,28 +186,16 @@ def _text(body: bytes) -> str:
 # -- working through many ----------------------------------------------------------------------------------------------
 
 
-def _selecting(command: _Command) -> _Command:
-    """The arguments of commands that do something with many letters."""
-    for option in (
-        for_many,
-        _filters,
-        click.argument("ids", type=Whole(1), nargs=-1, metavar="[ID]..."),
-    ):
-        command = option(command)
-    return command
+_selecting = together(click.argument("ids", type=Whole(1), nargs=-1, metavar="[ID]..."), _filters, for_many)
+"""The arguments of commands that do something with many letters."""
 
 
 def _selected(ids: Sequence[int], everything: bool, kinds: Sequence[str], filters: Mapping[str, Any]) -> LetterFilter:
     """The letters that are meant. Those that are held wait for their predecessors, and the projection ends that: they
     are meant only if they are named, or their kind is.
     """
-    narrowed = bool(ids or kinds) or any(value is not None for value in filters.values())
-    if narrowed == everything:
-        raise click.UsageError(
-            "--all goes with no ID and no filter."
-            if everything
-            else "Name letters, or choose by --consumer, --tenant, --kind, --type, --topic or --key, or say --all."
-        )
+    instead = "Name letters, or choose by --consumer, --tenant, --kind, --type, --topic or --key"
+    check_choice(ids, kinds, *filters.values(), everything=everything, instead=instead)
     unheld = tuple(each for each in LetterKind if each is not LetterKind.HELD)
     chosen = _kinds(kinds) or (() if ids else unheld)
     return LetterFilter(kinds=chosen, ids=tuple(dict.fromkeys(ids)) if ids else None, **filters)

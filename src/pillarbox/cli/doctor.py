@@ -25,9 +25,10 @@ from ..stores.letters import SqlLetters
 from ..stores.schema import check_schema, schema_version
 from ..stores.slots import slot_states
 from ..stores.tables import meta
+from .arguments import options
 from .consumers import TWICE, too_short
 from .database import load_settings, opened, run
-from .output import CommandError, Exit, age, emit, number, options, plain
+from .output import CommandError, Exit, age, emit, number, plain
 from .serving import load_box
 from .why import start_a_relay
 

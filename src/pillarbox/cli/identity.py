@@ -9,8 +9,9 @@ import click
 
 from ..stores import identity
 from ..stores.trail import Author
+from .arguments import confirm, confirmed, need_reason, options, signed
 from .database import change, load_settings, run
-from .output import confirm, confirmed, emit, need_reason, number, options, signed
+from .output import emit, number
 
 
 @click.command("new-install-id")

@@ -9,7 +9,8 @@ import click
 import yaml  # type: ignore[import-untyped]  # has no stubs of its own
 
 from ..settings import FILE, KEYS, variable
-from .output import CommandError, Exit, emit, options, plain
+from .arguments import options
+from .output import CommandError, Exit, emit, plain
 
 
 @click.command()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from sqlalchemy import Connection
@@ -14,25 +13,10 @@ from ..stores import inspection, operations
 from ..stores.inspection import LaneState
 from ..stores.operations import Change, Handle, Lanes, Tenant
 from ..stores.trail import Author
+from .arguments import Number, check_text, confirm, confirmed, options, signed, together
 from .database import ask, load_settings, run
 from .database import change as changed
-from .output import (
-    CommandError,
-    Exit,
-    Number,
-    age,
-    check_text,
-    confirm,
-    confirmed,
-    emit,
-    number,
-    options,
-    plain,
-    signed,
-    table,
-)
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+from .output import CommandError, Exit, age, emit, number, plain, table
 
 
 class _ListByDefault(click.Group):
@@ -77,11 +61,11 @@ def _state(lane: LaneState) -> tuple[str | None, str | None]:
     return oldest, ", ".join(reasons) or None
 
 
-def _target(command: _Command) -> _Command:
-    """Lanes by name, or a tenant."""
-    lane = click.argument("lane", metavar="[ROUTE[/SHARD]]", required=False, callback=check_text)
-    tenant = click.option("--tenant", metavar="TENANT", callback=check_text, help="A tenant, in all lanes.")
-    return lane(tenant(command))
+_target = together(
+    click.argument("lane", metavar="[ROUTE[/SHARD]]", required=False, callback=check_text),
+    click.option("--tenant", metavar="TENANT", callback=check_text, help="A tenant, in all lanes."),
+)
+"""Lanes by name, or a tenant."""
 
 
 @command.command()

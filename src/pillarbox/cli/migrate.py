@@ -11,8 +11,9 @@ from ..app import Pillarbox
 from ..settings import Settings
 from ..stores.migrations import migration_sql
 from ..stores.schema import schema_version
+from .arguments import options
 from .database import load_settings, opened, run
-from .output import emit, options
+from .output import emit
 
 
 @click.command()

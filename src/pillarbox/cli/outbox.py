@@ -28,28 +28,23 @@ from ..stores import inspection, operations
 from ..stores.inspection import AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Run, Selection
 from ..stores.trail import Author
+from .arguments import (
+    Whole,
+    check_choice,
+    check_text,
+    confirm,
+    confirmed,
+    for_many,
+    need_reason,
+    options,
+    signed,
+    together,
+)
 from .bodies import check_body
 from .convert import command as convert
 from .database import ask, change, changing, load_settings, run
 from .identity import command as new_install_id
-from .output import (
-    CommandError,
-    Exit,
-    Whole,
-    age,
-    check_text,
-    confirm,
-    confirmed,
-    emit,
-    for_many,
-    need_reason,
-    number,
-    options,
-    plain,
-    shown,
-    signed,
-    table,
-)
+from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
 
@@ -84,16 +79,13 @@ def _check_pattern(_context: click.Context, _parameter: click.Parameter, pattern
     return pattern
 
 
-def _filters(command: _Command) -> _Command:
-    """The options that choose deliveries by what they are."""
-    for option in (
-        click.option("--key", metavar="KEY", callback=check_text),
-        click.option("--tenant", metavar="TENANT", callback=check_text),
-        click.option("--type", metavar="PATTERN", callback=_check_pattern, help=_PATTERN_HELP),
-        click.option("--route", metavar="NAME", callback=check_text),
-    ):
-        command = option(command)
-    return command
+_filters = together(
+    click.option("--route", metavar="NAME", callback=check_text),
+    click.option("--type", metavar="PATTERN", callback=_check_pattern, help=_PATTERN_HELP),
+    click.option("--tenant", metavar="TENANT", callback=check_text),
+    click.option("--key", metavar="KEY", callback=check_text),
+)
+"""The options that choose deliveries by what they are."""
 
 
 @command.command("list")
@@ -205,23 +197,17 @@ def duration(_context: click.Context, _parameter: click.Parameter, text: str | N
 
 def _selecting(action: Action) -> Callable[[_Command], _Command]:
     """The arguments of commands that ask for something for many deliveries."""
-
-    def decorate(command: _Command) -> _Command:
-        for option in (
-            for_many,
-            click.option("--older-than", metavar="TIME", callback=duration, help="Age: 90s, 15min, 2h, 7d."),
-            _filters,
-            click.option(
-                "--status",
-                type=click.Choice([each.value for each in ELIGIBLE[action]]),
-                help="[default: FAILED; of events that are named, any of these]",
-            ),
-            click.argument("event_ids", type=click.UUID, nargs=-1, metavar="[EVENT_ID]..."),
-        ):
-            command = option(command)
-        return command
-
-    return decorate
+    return together(
+        click.argument("event_ids", type=click.UUID, nargs=-1, metavar="[EVENT_ID]..."),
+        click.option(
+            "--status",
+            type=click.Choice([each.value for each in ELIGIBLE[action]]),
+            help="[default: FAILED; of events that are named, any of these]",
+        ),
+        _filters,
+        click.option("--older-than", metavar="TIME", callback=duration, help="Age: 90s, 15min, 2h, 7d."),
+        for_many,
+    )
 
 
 @command.command()
@@ -263,13 +249,8 @@ def _request(
     yes: bool = False,
     **filters: Any,
 ) -> None:
-    narrowed = bool(event_ids) or any(value is not None for value in filters.values())
-    if narrowed == everything:
-        raise click.UsageError(
-            "--all goes with no EVENT_ID and no filter."
-            if everything
-            else "Name events, or choose by --route, --type, --tenant, --key or --older-than, or say --all."
-        )
+    instead = "Name events, or choose by --route, --type, --tenant, --key or --older-than"
+    check_choice(event_ids, *filters.values(), everything=everything, instead=instead)
     default = None if event_ids else Status.FAILED
     selection = Selection(action, Filter(Status(status) if status else default, **filters), event_ids)
     report = run(ask(settings, lambda it: _look(it, selection, limit)))

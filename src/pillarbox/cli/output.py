@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import math
 import os
 import re
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, TypeVar
 
 import click
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _PASSWORD_IN_URL = re.compile(r"(://[^:/@\s]*):\S*@")
 
@@ -43,91 +36,6 @@ class CommandError(Exception):
     def __init__(self, message: str, code: Exit) -> None:
         super().__init__(message)
         self.code = code
-
-
-class Whole(click.IntRange):
-    """A whole number within bounds, by a name that people use."""
-
-    name = "whole number"
-
-
-class Number(click.FloatRange):
-    """A number within bounds, by a name that people use; infinity is none, and `nan` is within all bounds."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found: float = super().convert(value, param, ctx)
-        return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number.", param, ctx)
-
-
-def options(command: _Command) -> _Command:
-    """The options that every command has."""
-    config = click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The settings file.")
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
-    return config(as_json(command))
-
-
-def signed(command: _Command) -> _Command:
-    """The options of commands that leave a row in the audit trail."""
-    by = click.option(
-        "--by", metavar="NAME", default=_somebody, callback=_check_name, help="Who does it.  [default: USER@HOST]"
-    )
-    reason = click.option("--reason", callback=check_text, help="Why; it is kept in the audit trail.")
-    dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-    return by(reason(dry_run(command)))
-
-
-def need_reason(reason: str | None, what: str) -> None:
-    """For commands of which somebody will ask one day why it was done."""
-    if not reason:
-        raise click.UsageError(f"Missing option '--reason': say {what}.")
-
-
-def for_many(command: _Command) -> _Command:
-    """The options of commands that do something with many rows, and leave their traces in the audit trail."""
-    everything = click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice.")
-    limit = click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first.")
-    rate = click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N per second.")
-    return everything(limit(rate(signed(command))))
-
-
-def confirmed(command: _Command) -> _Command:
-    """The option of commands that `confirm` what they do."""
-    return click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")(command)
-
-
-def confirm(what: str, *, yes: bool) -> None:
-    """Let a person say yes to what cannot be taken back."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise CommandError(f"this would {what}: say --yes, as there is no terminal to ask on", Exit.USAGE)
-    if not click.confirm(plain(f"{what[0].upper()}{what[1:]}?"), err=True):
-        raise CommandError("nothing was done", Exit.PROBLEM)
-
-
-def _somebody() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have a number and no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:200]
-
-
-def check_text(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """An argument that a database takes as text; it may be any bytes."""
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError:
-        raise click.BadParameter("it is not valid UTF-8.") from None
-    return value
-
-
-def _check_name(context: click.Context, parameter: click.Parameter, name: str) -> str:
-    if not 1 <= len(name) <= 200:
-        raise click.BadParameter("a name has 1 to 200 characters.")
-    return check_text(context, parameter, name) or name
 
 
 def emit(value: object, text: str, *, as_json: bool) -> None:

@@ -25,24 +25,26 @@ from ..stores.partitions import Plan
 from ..stores.retention import Scope, Stretch
 from ..stores.schema import check_schema
 from ..stores.trail import Author
+from .arguments import Number, Whole, confirm, confirmed, options, signed
 from .database import ask, load_settings, opened, run
-from .output import Exit, Number, Whole, confirm, confirmed, emit, number, options, signed
+from .output import Exit, emit, number
 
 _TRIES = 20
 _PAUSE = 0.5
 _BUSY = "somebody else holds a lock: left for the next run"
 
 _T = TypeVar("_T")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def ahead(command: _Command) -> _Command:
-    """How far days are made."""
-    text = "Partitions to make for days that come."
-    it = click.option(
-        "--ahead", type=Whole(1, 90), metavar="DAYS", default=partitions.AHEAD, show_default=True, help=text
-    )
-    return it(command)
+ahead = click.option(
+    "--ahead",
+    type=Whole(1, 90),
+    metavar="DAYS",
+    default=partitions.AHEAD,
+    show_default=True,
+    help="Partitions to make for days that come.",
+)
+"""How far days are made."""
 
 
 def patience(command: _Command) -> _Command:

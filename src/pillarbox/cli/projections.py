@@ -22,8 +22,9 @@ from ..stores.inbox import ConsumerRecord
 from ..stores.letters import SqlLetters
 from ..stores.schema import check_schema
 from ..stores.trail import Author, note
+from .arguments import check_text, options, signed
 from .database import ask, load_settings, reached, run
-from .output import CommandError, Exit, age, check_text, emit, number, options, signed, table
+from .output import CommandError, Exit, age, emit, number, table
 from .serving import load_box
 
 

@@ -12,8 +12,9 @@ from ..settings import Settings
 from ..stores import rebase
 from ..stores.rebase import Survey
 from ..stores.trail import Author
+from .arguments import confirm, confirmed, need_reason, options, signed
 from .database import ask, load_settings, opened, run
-from .output import confirm, confirmed, emit, need_reason, number, options, signed
+from .output import emit, number
 
 
 @click.command("rebase")

@@ -19,8 +19,9 @@ from ..stores.inspection import live_relays
 from ..stores.schema import check_schema
 from ..stores.tables import meta, routes
 from ..transports import connect
+from .arguments import options
 from .database import load_settings, opened, run
-from .output import CommandError, Exit, emit, options
+from .output import CommandError, Exit, emit
 from .serving import Address, Render, http_option, observe, opened_box, serve
 
 logger = logging.getLogger("pillarbox")

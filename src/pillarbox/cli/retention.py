@@ -31,16 +31,16 @@ from ..stores.archive import Archived, Summary, Unfinished, Writer
 from ..stores.retention import Page, Position, Scope, Stretch
 from ..stores.trail import Author, note
 from . import partitions
+from .arguments import Number, Whole, check_text, confirm, confirmed, options, signed, together
 from .database import ask, change, changing, load_settings, run
 from .outbox import command, duration, signals
-from .output import CommandError, Exit, Number, Whole, check_text, confirm, confirmed, emit, number, options, signed
+from .output import CommandError, Exit, emit, number
 
 _TRIES = 5
 _COUNTED = 5_000
 _PASSING = ("deadlock", "lock wait timeout", "could not serialize", "database is locked")
 _TABLE = "table:"
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 
@@ -54,21 +54,17 @@ def _check_age(context: click.Context, parameter: click.Parameter, text: str) ->
     return age
 
 
-def _limits(command: _Command) -> _Command:
-    """How a run goes on."""
-    chunk = "How many in one transaction."
-    batch = click.option("--batch", type=Whole(1, 10_000), metavar="N", default=1000, show_default=True, help=chunk)
-    pace = click.option("--pace", type=Number(0, min_open=True), metavar="N", help="At most N deliveries per second.")
-    return batch(pace(command))
-
-
-def _chosen(command: _Command) -> _Command:
-    """What a run is about."""
-    age = click.option(
-        "--older-than", required=True, metavar="TIME", callback=_check_age, help="Age: 90s, 15min, 2h, 7d."
-    )
-    route = click.option("--route", metavar="NAME", callback=check_text, help="Only what was for this route.")
-    return age(route(command))
+_CHUNK = "How many in one transaction."
+_limits = together(
+    click.option("--batch", type=Whole(1, 10_000), metavar="N", default=1000, show_default=True, help=_CHUNK),
+    click.option("--pace", type=Number(0, min_open=True), metavar="N", help="At most N deliveries per second."),
+)
+"""How a run goes on."""
+_chosen = together(
+    click.option("--older-than", required=True, metavar="TIME", callback=_check_age, help="Age: 90s, 15min, 2h, 7d."),
+    click.option("--route", metavar="NAME", callback=check_text, help="Only what was for this route."),
+)
+"""What a run is about."""
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------

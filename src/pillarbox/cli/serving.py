@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import click
 
@@ -25,8 +25,6 @@ from .database import reached
 from .output import CommandError, Exit
 
 logger = logging.getLogger("pillarbox")
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 Address = tuple[str, int]
 Render = Callable[[str], Awaitable[tuple[bytes, str] | None]]
@@ -166,16 +164,6 @@ def _stop_on_signals(worker: Worker, running: asyncio.Future[None]) -> None:
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
-def http_option(command: _Command) -> _Command:
-    """``--http``."""
-    return click.option(
-        "--http",
-        metavar="[HOST:]PORT",
-        callback=parse_address,
-        help="Answer GET /livez, /readyz and /metrics there, while it runs; loopback by default.",
-    )(command)
-
-
 def parse_address(_context: click.Context, _parameter: click.Parameter, given: str | None) -> Address | None:
     """An address to listen on."""
     if given is None:
@@ -186,6 +174,15 @@ def parse_address(_context: click.Context, _parameter: click.Parameter, given: s
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     return host or "127.0.0.1", int(port)
+
+
+http_option = click.option(
+    "--http",
+    metavar="[HOST:]PORT",
+    callback=parse_address,
+    help="Answer GET /livez, /readyz and /metrics there, while it runs; loopback by default.",
+)
+"""``--http``."""
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,12 @@ from ..transports.pulsar.address import parse_address
 from ..transports.pulsar.admin import PulsarAdmin, Retention
 from ..transports.pulsar.names import MAX_PARTITIONS, TopicName
 from ..transports.pulsar.plan import Action, Desired, Step, apply, find, plan
+from .arguments import Whole, check_text, confirm, confirmed, options, together
 from .database import load_settings, opened, reached, run
-from .output import CommandError, Exit, Whole, check_text, confirm, confirmed, emit, number, options, plain, table
+from .output import CommandError, Exit, emit, number, plain, table
 from .serving import load_box
 
 _T = TypeVar("_T")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -52,22 +52,18 @@ def _parse_names(_context: click.Context, parameter: click.Parameter, given: str
     return tuple(dict.fromkeys(names))
 
 
-def _wanted(command: _Command) -> _Command:
-    """The options that say what there must be."""
-    tenants, aggregates = "For {tenant} in topics; by default those in the outbox.", "The same for {aggregate}."
-    count = "Of each topic; 0: not partitioned."
-    for add in (
-        click.option("--dedup/--no-dedup", default=True, help="Deduplicate, or leave that as it is.  [default: dedup]"),
-        click.option("--retention-mb", type=Whole(-1), metavar="N", help="Keep at most so much; -1: no limit."),
-        click.option("--retention-hours", type=Whole(-1), metavar="N", help="Keep messages so long; -1: for ever."),
-        click.option("--partitions", type=Whole(0, MAX_PARTITIONS), metavar="N", help=count),
-        click.option("--aggregates", metavar="A1,A2", callback=_parse_names, help=aggregates),
-        click.option("--tenants", metavar="T1,T2", callback=_parse_names, help=tenants),
-        click.option("--transport", metavar="NAME", callback=check_text, help="Only what leads to this one."),
-        click.argument("box", required=False, metavar="[MODULE:BOX]"),
-    ):
-        command = add(command)
-    return command
+_COUNT, _TENANTS = "Of each topic; 0: not partitioned.", "For {tenant} in topics; by default those in the outbox."
+_wanted = together(
+    click.argument("box", required=False, metavar="[MODULE:BOX]"),
+    click.option("--transport", metavar="NAME", callback=check_text, help="Only what leads to this one."),
+    click.option("--tenants", metavar="T1,T2", callback=_parse_names, help=_TENANTS),
+    click.option("--aggregates", metavar="A1,A2", callback=_parse_names, help="The same for {aggregate}."),
+    click.option("--partitions", type=Whole(0, MAX_PARTITIONS), metavar="N", help=_COUNT),
+    click.option("--retention-hours", type=Whole(-1), metavar="N", help="Keep messages so long; -1: for ever."),
+    click.option("--retention-mb", type=Whole(-1), metavar="N", help="Keep at most so much; -1: no limit."),
+    click.option("--dedup/--no-dedup", default=True, help="Deduplicate, or leave that as it is.  [default: dedup]"),
+)
+"""The options that say what there must be."""
 
 
 @click.group()

@@ -16,9 +16,10 @@ from ..codec import parse_moment
 from ..outbox import Status
 from ..stores import inspection
 from ..stores.inspection import AuditEntry, Details
+from .arguments import options
 from .database import ask, load_settings, run
 from .outbox import absent
-from .output import CommandError, Exit, emit, number, options, table
+from .output import CommandError, Exit, emit, number, table
 
 RAISED = "raised"
 

@@ -21,8 +21,9 @@ from .. import clock
 from ..outbox import BUS, RouteRecord, Status
 from ..stores import inspection
 from ..stores.inspection import AuditEntry, Details, LaneState, OpenRequest, TenantState
+from .arguments import options
 from .database import ask, load_settings, run
-from .output import Exit, age, emit, number, options, plain, shown, when
+from .output import Exit, age, emit, number, plain, shown, when
 
 
 class Cause(NamedTuple):

@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from ...errors import MissingExtraError
-from ..output import CommandError, Exit, Number, Whole, emit, options, shown, table
+from ..arguments import Number, Whole, options
+from ..output import CommandError, Exit, emit, shown, table
 
 if TYPE_CHECKING:
     from .play import Show

@@ -16,7 +16,8 @@ from typing import Any
 
 import click
 
-from ..output import CommandError, Exit, Number, emit, options, shown, table
+from ..arguments import Number, options
+from ..output import CommandError, Exit, emit, shown, table
 
 
 @click.command()
