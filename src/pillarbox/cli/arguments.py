@@ -8,12 +8,16 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from .output import CommandError, Exit, plain
+
+if TYPE_CHECKING:
+    from ..stores.trail import Author
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -52,9 +56,9 @@ options = together(
 """The options that every command has."""
 
 
-def need_reason(reason: str | None, what: str) -> None:
+def need_reason(author: Author, what: str) -> None:
     """For commands of which somebody will ask one day why it was done."""
-    if not reason:
+    if not author.reason:
         raise click.UsageError(f"Missing option '--reason': say {what}.")
 
 
@@ -101,14 +105,22 @@ def _check_name(context: click.Context, parameter: click.Parameter, name: str) -
     return check_text(context, parameter, name) or name
 
 
-signed = together(
-    click.option(
-        "--by", metavar="NAME", default=_somebody, callback=_check_name, help="Who does it.  [default: USER@HOST]"
-    ),
-    click.option("--reason", callback=check_text, help="Why; it is kept in the audit trail."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
-)
-"""The options of commands that leave a row in the audit trail."""
+def signed(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of commands that leave a row in the audit trail: these are given an ``author``, and ``dry_run``."""
+
+    @wraps(command)
+    def sign(*arguments: Any, by: str, reason: str | None, **given: Any) -> Any:
+        from ..stores.trail import Author  # noqa: PLC0415  others, and their --help, need not wait for it
+
+        return command(*arguments, author=Author(by, reason), **given)
+
+    whose = "Who does it.  [default: USER@HOST]"
+    by = click.option("--by", metavar="NAME", default=_somebody, callback=_check_name, help=whose)
+    reason = click.option("--reason", callback=check_text, help="Why; it is kept in the audit trail.")
+    dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+    return by(reason(dry_run(sign)))
+
+
 for_many = together(
     click.option("--all", "everything", is_flag=True, help="Needed if nothing else narrows the choice."),
     click.option("--limit", type=Whole(1), metavar="N", help="At most N in all, oldest first."),

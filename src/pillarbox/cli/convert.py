@@ -26,9 +26,7 @@ _SECONDS_BETWEEN_LINES = 1.0
 @confirmed
 @signed
 @options
-def command(
-    config: Path | None, as_json: bool, *, to: str, by: str, reason: str | None, dry_run: bool, yes: bool
-) -> None:
+def command(config: Path | None, as_json: bool, *, to: str, author: Author, dry_run: bool, yes: bool) -> None:
     """Make the outbox a log or a queue, on PostgreSQL, lane by lane, while writers and relays go on.
 
     Whatever ends it, nothing is lost: run it again, and it goes on where it was.
@@ -38,7 +36,7 @@ def command(
     report: dict[str, Any] = {"plan": asdict(plan), "done": None, "dry_run": dry_run}
     if not plan.is_done and not dry_run:
         confirm(f"make the outbox a {to}: {_planned(plan)}", yes=yes)
-        report["done"] = run(_convert(settings, plan, Author(by, reason)))
+        report["done"] = run(_convert(settings, plan, author))
     emit(report, _told(plan, report["done"]), as_json=as_json)
     if report["done"] and (report["done"]["left"] or report["done"]["unfinished"]):
         click.get_current_context().exit(Exit.PROBLEM)

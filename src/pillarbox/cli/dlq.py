@@ -336,8 +336,7 @@ def redrive(
     rate: float | None,
     stop_on_error: bool,
     dry_run: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     **filters: Any,
 ) -> None:
     """Give letters to the handlers of your box once more, in this process: named by their ids, or chosen by filters.
@@ -354,7 +353,7 @@ def redrive(
             _check_consumers(started, box, passage.by_consumer)
             if dry_run or not passage.selected:
                 return Exit.FINE
-            again = partial(_redrive, started, Author(by, reason))
+            again = partial(_redrive, started, author)
             return await passage.go(started.engine, again, rate=rate, stop_on_error=stop_on_error)
 
     passage.finish(run(work()), as_json=as_json, dry_run=dry_run)
@@ -402,8 +401,7 @@ def discard(
     limit: int | None,
     rate: float | None,
     dry_run: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     yes: bool,
     **filters: Any,
 ) -> None:
@@ -411,14 +409,14 @@ def discard(
 
     --reason is required. Ctrl-C and SIGTERM stop between two letters.
     """
-    need_reason(reason, "why the letters are discarded")
+    need_reason(author, "why the letters are discarded")
     passage = _Passage("discard", _selected(ids, everything, kinds, filters), limit)
     settings = load_settings(config)
     run(ask(settings, passage.look))
 
     async def work() -> Exit:
         async with changing(settings) as engine:
-            return await passage.go(engine, partial(_discard, engine, Author(by, reason)), rate=rate)
+            return await passage.go(engine, partial(_discard, engine, author), rate=rate)
 
     code = Exit.FINE
     if passage.selected and not dry_run:
@@ -447,12 +445,11 @@ def edit(
     letter_id: int,
     *,
     body: BinaryIO,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
 ) -> None:
     """Let a redrive use another body. The original one is kept. --reason is required."""
-    need_reason(reason, "why the body is changed")
+    need_reason(author, "why the body is changed")
     settings = load_settings(config)
     letter = run(ask(settings, lambda it: _letter(it, letter_id)))
     if letter.state is not LetterState.OPEN:
@@ -461,7 +458,7 @@ def edit(
     _check_body(new, letter)
     entry = None
     if not dry_run:
-        entry = run(change(settings, lambda it: correspondence.edit(it, letter_id, new, Author(by, reason))))
+        entry = run(change(settings, lambda it: correspondence.edit(it, letter_id, new, author)))
         if entry is None:
             raise CommandError(_closed(letter_id, "somebody else was quicker"), Exit.PROBLEM)
     report = {"id": letter_id, "bytes": len(new), "audit": entry, "dry_run": dry_run}

@@ -18,20 +18,20 @@ from .output import emit, number
 @confirmed
 @signed
 @options
-def command(config: Path | None, as_json: bool, *, yes: bool, by: str, reason: str | None, dry_run: bool) -> None:
+def command(config: Path | None, as_json: bool, *, yes: bool, author: Author, dry_run: bool) -> None:
     """Be another installation to brokers.
 
     For a database that went back in time, where lanes halt: the broker knows numbers that the outbox would give again,
     and would drop new events as known. And for a copy of the files whose source goes on. Relays must be stopped.
     --reason is required.
     """
-    need_reason(reason, "what has happened to the database")
+    need_reason(author, "what has happened to the database")
     settings = load_settings(config)
     report: dict[str, Any] = {"install_id": None, "batches": None, "audit": None, "dry_run": dry_run}
     told = "nothing was done"
     if not dry_run:
         confirm("send under a new name from now on", yes=yes)
-        install, batches, entry = run(change(settings, lambda it: identity.renew(it, Author(by, reason))))
+        install, batches, entry = run(change(settings, lambda it: identity.renew(it, author)))
         report |= {"install_id": install, "batches": batches, "audit": entry}
         told = f"done, audit entry {entry}, install id {install}"
         if batches:

@@ -115,8 +115,7 @@ def _apply(
     *,
     as_json: bool,
     lane: str | None,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
     tenant: str | None = None,
     per_second: float | None = None,
@@ -136,7 +135,7 @@ def _apply(
     if count and not dry_run:
         if handle is Handle.RELEASE:
             confirm(f"take {change.target} from {owner}", yes=yes)
-        count, entry = run(changed(settings, lambda it: operations.apply(it, change, Author(by, reason))))
+        count, entry = run(changed(settings, lambda it: operations.apply(it, change, author)))
     report = {"action": handle, "target": str(change.target), "changed": count, "audit": entry, "dry_run": dry_run}
     emit(report, plain(_told(change, count, entry)), as_json=as_json)
 

@@ -244,8 +244,7 @@ def _request(
     limit: int | None,
     rate: float | None,
     dry_run: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     yes: bool = False,
     **filters: Any,
 ) -> None:
@@ -258,7 +257,7 @@ def _request(
     if report["selected"] and not dry_run:
         if action is Action.DISCARD:
             confirm(f"discard {number(report['selected'], 'delivery')} ({selection})", yes=yes)
-        done, code = run(_run(settings, selection, Author(by, reason), total=report["selected"], rate=rate))
+        done, code = run(_run(settings, selection, author, total=report["selected"], rate=rate))
         report |= done
     report["dry_run"] = dry_run
     emit(report, _told(report), as_json=as_json)
@@ -367,22 +366,20 @@ def edit(
     *,
     route: str | None,
     body: BinaryIO,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
 ) -> None:
     """Have another body sent in place of one that failed, as a new event that names the old one.
 
     The old body is kept in the audit trail. --reason is required.
     """
-    need_reason(reason, "why the body is changed")
+    need_reason(author, "why the body is changed")
     settings, new_id = load_settings(config), clock.current().new_id()
     delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
     new = _checked(body.read(), old, delivery, new_id)
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
     report |= {"bytes": len(new), "audit": None, "unserved": [], "dry_run": dry_run}
     if not dry_run:
-        author = Author(by, reason)
         entry, unserved = run(
             change(settings, lambda it: _edit(it, delivery, author, old=old, new=new, event_id=new_id))
         )

@@ -45,19 +45,15 @@ ahead = click.option(
     help="Partitions to make for days that come.",
 )
 """How far days are made."""
-
-
-def patience(command: _Command) -> _Command:
-    """How long others may be kept waiting."""
-    it = click.option(
-        "--patience",
-        type=Number(0, 3600, min_open=True),
-        metavar="SECONDS",
-        default=partitions.PATIENCE,
-        show_default=True,
-        help="How long writers may have to wait while rows are looked through.",
-    )
-    return it(command)
+patience = click.option(
+    "--patience",
+    type=Number(0, 3600, min_open=True),
+    metavar="SECONDS",
+    default=partitions.PATIENCE,
+    show_default=True,
+    help="How long writers may have to wait while rows are looked through.",
+)
+"""How long others may be kept waiting."""
 
 
 async def in_turn(
@@ -101,8 +97,7 @@ def command(
     *,
     ahead: int,
     patience: float,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
     yes: bool,
 ) -> None:
@@ -116,7 +111,6 @@ def command(
     if not dry_run and not (plan.partitioned and not plan.days):
         if not plan.partitioned:
             confirm(f"keep the outbox in daily partitions: {_planned(plan)}", yes=yes)
-        author = Author(by, reason)
         report |= run(_partition(settings, plan, author, ahead=ahead, patience=patience))
     emit(report, _told(plan, report), as_json=as_json)
     if len(report["notes"]) > len(report["taken"]):

@@ -112,8 +112,7 @@ def rebuild(
     name: str,
     source: tuple[str, ...],
     incomplete: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
 ) -> None:
     """Write the table of a projection anew, beside the old one, and put it in its place.
@@ -123,7 +122,7 @@ def rebuild(
     """
     load_settings(config)
     past = _past(source)
-    done = run(_rebuild(load_box(box), name, past, Author(by, reason), incomplete=incomplete, dry_run=dry_run))
+    done = run(_rebuild(load_box(box), name, past, author, incomplete=incomplete, dry_run=dry_run))
     if isinstance(done, int):
         emit(
             {"projection": name, "generation": done, "dry_run": True},

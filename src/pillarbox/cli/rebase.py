@@ -32,8 +32,7 @@ def command(
     *,
     new_install_id: bool,
     yes: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     dry_run: bool,
 ) -> None:
     """Let relays send from a copy: a restored dump, or a logical replica.
@@ -41,13 +40,13 @@ def command(
     What the source had not sent goes on from here, in its order. Refused on a database that is no copy. --reason is
     required. Can be stopped and begun again.
     """
-    need_reason(reason, "where this copy comes from")
+    need_reason(author, "where this copy comes from")
     settings = load_settings(config)
     found = run(ask(settings, rebase.survey))
     report: dict[str, Any] = {**asdict(found), "install_id": None, "audit": None, "dry_run": dry_run}
     if not dry_run:
         confirm(f"rebase this copy, with {_left(found)}, and let relays send from it", yes=yes)
-        found, install, entry = run(_rebase(settings, Author(by, reason), new_install_id=new_install_id))
+        found, install, entry = run(_rebase(settings, author, new_install_id=new_install_id))
         report |= {**asdict(found), "install_id": install, "audit": entry}
     emit(report, _told(found, report), as_json=as_json)
 

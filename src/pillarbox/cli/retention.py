@@ -257,8 +257,7 @@ def prune(
     patience: float,
     dry_run: bool,
     yes: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     **limits: Any,
 ) -> None:
     """Delete deliveries that were sent or discarded, and the journal about them.
@@ -272,7 +271,7 @@ def prune(
         if found.count:
             confirm(f"delete {number(found.count, 'delivery')} of the outbox for ever", yes=yes)
         target = f"older than {older_than:g} s" + ("" if route is None else f", route {route}")
-        order = _Order(Author(by, reason), "prune", target, **limits)
+        order = _Order(author, "prune", target, **limits)
         done, code = run(_prune(settings, found, order, ahead=ahead, patience=patience))
         report |= done
     if found.days is not None:
@@ -323,8 +322,7 @@ def archive(
     route: str | None,
     dry_run: bool,
     yes: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     **limits: Any,
 ) -> None:
     """Write deliveries that were sent or discarded to a file or a table, then delete them as `prune` does.
@@ -342,7 +340,7 @@ def archive(
     if selected and not dry_run:
         what = f"{number(selected, 'delivery')} of the outbox"
         confirm(f"move {what} to {to}" if begun is None else f"delete {what}, which {to} holds", yes=yes)
-        order = _Order(Author(by, reason), "archive", to if path is None else str(path), **limits)
+        order = _Order(author, "archive", to if path is None else str(path), **limits)
         if path is None:
             done, code = run(_archive_to_table(settings, found, order))
         else:
@@ -505,8 +503,7 @@ def restore(
     foreign: bool,
     dry_run: bool,
     yes: bool,
-    by: str,
-    reason: str | None,
+    author: Author,
     **limits: Any,
 ) -> None:
     """Bring archived deliveries back into the outbox.
@@ -535,7 +532,7 @@ def restore(
     if selected and not dry_run:
         what = f"{number(selected, 'delivery')} of {file}"
         confirm(f"have {what} sent again" if resend else f"bring back {what} as history", yes=yes)
-        order = _Order(Author(by, reason), "restore", str(file.absolute()), **limits)
+        order = _Order(author, "restore", str(file.absolute()), **limits)
         done, code = run(_restore(settings, order, wanted(), selected, resend=resend))
         report |= done
     lines = [_told(report, "to be sent again" if resend else "brought back as history")]
