@@ -37,9 +37,8 @@ def command(config: Path | None, as_json: bool, *, to: str, author: Author, dry_
     if not plan.is_done and not dry_run:
         confirm(f"make the outbox a {to}: {_planned(plan)}", yes=yes)
         report["done"] = run(_convert(settings, plan, author))
-    emit(report, _told(plan, report["done"]), as_json=as_json)
-    if report["done"] and (report["done"]["left"] or report["done"]["unfinished"]):
-        click.get_current_context().exit(Exit.PROBLEM)
+    halfway = report["done"] and (report["done"]["left"] or report["done"]["unfinished"])
+    emit(report, _told(plan, report["done"]), as_json=as_json, code=Exit.PROBLEM if halfway else Exit.FINE)
 
 
 async def _convert(settings: Settings, plan: Plan, author: Author) -> dict[str, Any]:

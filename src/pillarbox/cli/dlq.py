@@ -285,9 +285,9 @@ class _Passage:
         report = {"action": self._action, "dry_run": dry_run, "selected": self.selected}
         report |= {outcome.value: counts[outcome] for outcome in Outcome}
         report |= {"left": self._left, "results": self._results, "sample": self._sample}
-        emit(report, self._told(counts, dry_run=dry_run), as_json=as_json)
-        if code or counts[Outcome.FAILED]:
-            click.get_current_context().exit(code or Exit.PROBLEM)
+        if counts[Outcome.FAILED]:
+            code = code or Exit.PROBLEM
+        emit(report, self._told(counts, dry_run=dry_run), as_json=as_json, code=code)
 
     def _told(self, counts: Counter[str], *, dry_run: bool) -> str:
         selected = number(self.selected, "letter")

@@ -81,9 +81,8 @@ def command(config: Path | None, as_json: bool, box: str | None) -> None:
         checks += run(_retention(loaded))
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
-    emit({"checks": [asdict(check) for check in checks], **counts}, text, as_json=as_json)
-    if counts["problems"]:
-        click.get_current_context().exit(Exit.PROBLEM)
+    code = Exit.PROBLEM if counts["problems"] else Exit.FINE
+    emit({"checks": [asdict(check) for check in checks], **counts}, text, as_json=as_json, code=code)
 
 
 def _described(check: Check) -> str:

@@ -260,9 +260,7 @@ def _request(
         done, code = run(_run(settings, selection, author, total=report["selected"], rate=rate))
         report |= done
     report["dry_run"] = dry_run
-    emit(report, _told(report), as_json=as_json)
-    if code:
-        click.get_current_context().exit(code)
+    emit(report, _told(report), as_json=as_json, code=code)
 
 
 def _look(connection: Connection, selection: Selection, limit: int | None) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class CommandError(Exception):
         self.code = code
 
 
-def emit(value: object, text: str, *, as_json: bool) -> None:
-    """Print the result: ``value`` for machines or ``text`` for people."""
+def emit(value: object, text: str, *, as_json: bool, code: Exit = Exit.FINE) -> None:
+    """Print the result: ``value`` for machines or ``text`` for people. The command ends here if it has a ``code``."""
     try:
         # Escaped to ASCII, so JSON is harmless on a terminal, too.
         click.echo(json.dumps(value, indent=2, default=_jsonable) if as_json else text)
@@ -47,6 +47,8 @@ def emit(value: object, text: str, *, as_json: bool) -> None:
         raise  # who reads has seen enough: click knows what to do
     except OSError as error:
         raise unwritable(error) from error
+    if code:
+        click.get_current_context().exit(code)
 
 
 def unwritable(error: OSError) -> CommandError:

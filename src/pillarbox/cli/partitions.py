@@ -112,9 +112,8 @@ def command(
         if not plan.partitioned:
             confirm(f"keep the outbox in daily partitions: {_planned(plan)}", yes=yes)
         report |= run(_partition(settings, plan, author, ahead=ahead, patience=patience))
-    emit(report, _told(plan, report), as_json=as_json)
-    if len(report["notes"]) > len(report["taken"]):
-        click.get_current_context().exit(Exit.PROBLEM)
+    code = Exit.PROBLEM if len(report["notes"]) > len(report["taken"]) else Exit.FINE
+    emit(report, _told(plan, report), as_json=as_json, code=code)
 
 
 async def _partition(settings: Settings, plan: Plan, author: Author, *, ahead: int, patience: float) -> dict[str, Any]:

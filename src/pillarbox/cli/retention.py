@@ -216,12 +216,6 @@ def _report(action: str, selected: int, *, dry_run: bool) -> dict[str, Any]:
     return report | {"dry_run": dry_run}
 
 
-def _end(report: dict[str, Any], text: str, code: Exit, *, as_json: bool) -> None:
-    emit(report, text, as_json=as_json)
-    if code:
-        click.get_current_context().exit(code)
-
-
 def _told(report: dict[str, Any], done: str) -> str:
     action, selected = report["action"], number(report["selected"], "delivery")
     if report["dry_run"] and report["selected"]:
@@ -277,7 +271,7 @@ def prune(
     if found.days is not None:
         report |= found.days.report()
         code = code or (Exit.PROBLEM if found.days.left else Exit.FINE)
-    _end(report, "\n".join([_told(report, "deleted"), *partitions.lines(report)]), code, as_json=as_json)
+    emit(report, "\n".join([_told(report, "deleted"), *partitions.lines(report)]), as_json=as_json, code=code)
 
 
 async def _prune(
@@ -349,10 +343,10 @@ def archive(
     lines = [_told(report, f"archived to {to} and deleted")]
     if mine is not None and not selected and not dry_run:
         # It was killed before its file had its name, and its rows have gone another way: no other run could end it.
-        run(change(settings, partial(_give_up, mine=mine, author=Author(by, reason))))
+        run(change(settings, partial(_give_up, mine=mine, author=author)))
         report["audit"] = mine.entry
         lines = [f"archive: nothing is left for {to}, audit entry {mine.entry} is closed"]
-    _end(report, "\n".join(lines), code, as_json=as_json)
+    emit(report, "\n".join(lines), as_json=as_json, code=code)
 
 
 async def _archive_to_table(settings: Settings, found: _Survey, order: _Order) -> tuple[dict[str, Any], Exit]:
@@ -541,7 +535,7 @@ def restore(
     if discarded:
         remedy = "--event names what is to be sent all the same"
         lines.append(f"{number(discarded, 'delivery')}: discarded, left out; {remedy}")
-    _end(report, "\n".join(lines), code, as_json=as_json)
+    emit(report, "\n".join(lines), as_json=as_json, code=code)
 
 
 async def _missing(

@@ -53,9 +53,8 @@ def command(config: Path | None, as_json: bool, event_id: UUID) -> None:
     """Say for each delivery of an event what holds it back, and what to do. Exits with 1 if there is no such event."""
     answers = run(ask(load_settings(config), lambda it: explain(it, event_id)))
     text = "\n".join(map(_described, answers))
-    emit({"event_id": event_id, "deliveries": [asdict(answer) for answer in answers]}, text, as_json=as_json)
-    if all(answer.cause == "absent" for answer in answers):
-        click.get_current_context().exit(Exit.PROBLEM)
+    code = Exit.PROBLEM if all(answer.cause == "absent" for answer in answers) else Exit.FINE
+    emit({"event_id": event_id, "deliveries": [asdict(it) for it in answers]}, text, as_json=as_json, code=code)
 
 
 def _described(answer: Answer) -> str:
