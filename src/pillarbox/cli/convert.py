@@ -12,10 +12,9 @@ import click
 from ..settings import Settings
 from ..stores import convert
 from ..stores.convert import Conversion, Plan, Store
-from ..stores.schema import check_schema
 from ..stores.trail import Author
 from .arguments import confirm, confirmed, options, signed
-from .database import ask, load_settings, opened, run
+from .database import ask, changing, load_settings, run
 from .output import Exit, emit, number, plain
 
 _SECONDS_BETWEEN_LINES = 1.0
@@ -42,9 +41,7 @@ def command(config: Path | None, as_json: bool, *, to: str, author: Author, dry_
 
 
 async def _convert(settings: Settings, plan: Plan, author: Author) -> dict[str, Any]:
-    async with opened(settings) as engine:
-        async with engine.connect() as connection:
-            await connection.run_sync(check_schema)
+    async with changing(settings) as engine:
         return asdict(await Conversion(engine, plan.to, author, tell=_Lines()).run())
 
 

@@ -23,10 +23,9 @@ from ..settings import Settings
 from ..stores import days, partitions
 from ..stores.partitions import Plan
 from ..stores.retention import Scope, Stretch
-from ..stores.schema import check_schema
 from ..stores.trail import Author
 from .arguments import Number, Whole, confirm, confirmed, options, signed
-from .database import ask, load_settings, opened, run
+from .database import ask, changing, load_settings, run
 from .output import Exit, emit, number
 
 _TRIES = 20
@@ -117,9 +116,7 @@ def command(
 
 
 async def _partition(settings: Settings, plan: Plan, author: Author, *, ahead: int, patience: float) -> dict[str, Any]:
-    async with opened(settings) as engine:
-        async with engine.connect() as connection:
-            await connection.run_sync(check_schema)
+    async with changing(settings) as engine:
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if plan.partitioned:
             made = await make_days(engine, plan, author, told, patience=patience)

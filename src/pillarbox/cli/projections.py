@@ -20,12 +20,11 @@ from ..projections.rebuild import From, Progress, Rebuilt
 from ..stores import inbox as stored
 from ..stores.inbox import ConsumerRecord
 from ..stores.letters import SqlLetters
-from ..stores.schema import check_schema
 from ..stores.trail import Author, note
 from .arguments import check_text, options, signed
-from .database import ask, load_settings, reached, run
+from .database import ask, load_settings, run
 from .output import CommandError, Exit, age, emit, number, table
-from .serving import load_box
+from .serving import opened_box
 
 
 @click.group(no_args_is_help=False)
@@ -122,7 +121,7 @@ def rebuild(
     """
     load_settings(config)
     past = _past(source)
-    done = run(_rebuild(load_box(box), name, past, author, incomplete=incomplete, dry_run=dry_run))
+    done = run(_rebuild(box, name, past, author, incomplete=incomplete, dry_run=dry_run))
     if isinstance(done, int):
         emit(
             {"projection": name, "generation": done, "dry_run": True},
@@ -144,11 +143,9 @@ def _past(given: tuple[str, ...]) -> From:
 
 
 async def _rebuild(
-    box: Pillarbox, name: str, past: From, author: Author, *, incomplete: bool, dry_run: bool
+    reference: str, name: str, past: From, author: Author, *, incomplete: bool, dry_run: bool
 ) -> tuple[Rebuilt, int] | int:
-    async with box, reached(box.engine, "the URL of the box"):
-        async with box.engine.connect() as connection:
-            await connection.run_sync(check_schema)
+    async with opened_box(reference) as box:
         consumer = box.consumers.get(name)
         if consumer is None:
             names = sorted(it.name for it in box.consumers.values() if isinstance(it.effects, Projection))

@@ -16,11 +16,10 @@ from ..app import Pillarbox
 from ..relay import Relay
 from ..settings import Settings
 from ..stores.inspection import live_relays
-from ..stores.schema import check_schema
 from ..stores.tables import meta, routes
 from ..transports import connect
 from .arguments import options
-from .database import load_settings, opened, run
+from .database import changing, load_settings, run
 from .output import CommandError, Exit, emit
 from .serving import Address, Render, http_option, observe, opened_box, serve
 
@@ -134,9 +133,7 @@ async def _opened(settings: Settings, reference: str | None) -> AsyncIterator[Pi
             "this relay has nothing to send to: set transports, or name your box as MODULE:BOX", Exit.SETTINGS
         )
     transports = {name: connect(name, address) for name, address in settings.transports.items()}
-    async with opened(settings) as engine, Pillarbox(engine, transports=transports) as box:
-        async with engine.connect() as connection:
-            await connection.run_sync(check_schema)
+    async with changing(settings) as engine, Pillarbox(engine, transports=transports) as box:
         yield box
 
 
