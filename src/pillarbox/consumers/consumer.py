@@ -100,7 +100,6 @@ class Consumer:
         self._inbox = inbox
         self._letters = letters
         self.terms = terms
-        self._subscriber = subscriber
         self._report = ConsumerReport(name, home.signals)
         self._reader = Reader(name, effects, home.codecs, terms.ignores, topics)
         self._processor = Processor(

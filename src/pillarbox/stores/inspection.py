@@ -178,7 +178,6 @@ class RelayState:
     routes: tuple[str, ...]
     shards: tuple[int, ...] | None
     """None: all of them."""
-    started_at: datetime
 
     def serves(self, route: str, shard: int) -> bool:
         """Whether it may hold this lane."""
@@ -484,7 +483,6 @@ def live_relays(connection: Connection) -> list[RelayState]:
             name=row.name,
             routes=tuple(sorted(names[route] for route in json.loads(row.serves) if route in names)),
             shards=None if row.shards is None else tuple(json.loads(row.shards)),
-            started_at=row.started_at,
         )
         for row in connection.execute(found)
     ]

@@ -505,10 +505,6 @@ class PulsarCluster(LocalPulsar):
         """SIGSTOP the bookie: what is sent is taken by the broker, and stays without an answer."""
         self._signal("bookie", signal.SIGSTOP)
 
-    def thaw_bookie(self) -> None:
-        """Let a frozen bookie go on."""
-        self._signal("bookie", signal.SIGCONT)
-
     @property
     def _zookeeper(self) -> str:
         return f"zk:{HOST}:{self._port('zookeeper')}"

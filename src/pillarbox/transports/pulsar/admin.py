@@ -139,10 +139,6 @@ class PulsarAdmin:
         found: dict[str, Any] | None = await self._get(f"{topic.path}/stats")
         return found
 
-    async def unload(self, topic: TopicName) -> bool:
-        """Let a broker take it anew; False if it is not there. Producers are told to come again."""
-        return (await self._request("PUT", f"{topic.path}/unload")) is not None
-
     async def deduplication_of(self, topic: TopicName, *, applied: bool = False) -> bool | None:
         """What is set for the topic itself or, ``applied``, what holds for it; None if that cannot be asked."""
         path = f"{topic.whole.path}/deduplicationEnabled?applied={'true' if applied else 'false'}"
@@ -150,16 +146,8 @@ class PulsarAdmin:
         response = await self._request("GET", path, also=(405, 412))
         return None if response is None or response.status_code != 200 else _decoded(response)
 
-    async def is_deduplicating(self, topic: TopicName) -> bool:
-        """Whether the broker drops what it has stored before: the topic says so, else its namespace, else the broker.
-
-        A topic that does not exist yet is answered for as if it were made now.
-        """
-        applied = await self.deduplication_of(topic, applied=True)
-        return await self.namespace_deduplicates(topic.namespace_name) if applied is None else applied
-
     async def namespace_deduplicates(self, namespace: str) -> bool:
-        """The same for topics of ``tenant/namespace`` that say nothing themselves."""
+        """The same for topics of ``tenant/namespace`` that say nothing themselves: it says so, or else the broker."""
         found = await self.policies(namespace)
         if found is not None and found.deduplication is not None:
             return found.deduplication
@@ -170,11 +158,6 @@ class PulsarAdmin:
     async def runtime(self) -> dict[str, str]:
         """The broker's own settings. Many brokers show them to superusers only."""
         return await self._get("brokers/configuration/runtime") or {}
-
-    async def max_message_size(self) -> int | None:
-        """The most bytes that the broker takes in one entry, if it says so."""
-        size = (await self.runtime()).get("maxMessageSize")
-        return None if size is None else int(size)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
