@@ -12,9 +12,9 @@ from typing import Any, Literal, Self, TypeVar, cast
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, make_url
-from sqlalchemy.exc import ArgumentError, InvalidRequestError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy import Connection, Engine, StaticPool
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from . import session as sessions
@@ -30,7 +30,7 @@ from .consumers.intake import Flow
 from .context import check_header, current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
-from .errors import CommitOutcomeUnknown, ConfigurationError, MissingExtraError, SessionError
+from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError
 from .event import EventType, Raised, registry
 from .gauges import Gauges
 from .inbox import Letter, LetterFilter, LetterKind, LetterState
@@ -41,6 +41,7 @@ from .report import count_new
 from .retry import RetryPolicy
 from .route import Origin, Route, Router, check_key, check_routes, check_transports
 from .stores import sqlite, store_on, streaming_on
+from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
 from .stores.letters import SqlLetters
 from .stores.notify import PostgresCarrier
@@ -104,7 +105,7 @@ class Pillarbox:
                 "subclass of pillarbox.telemetry.Observer"
             )
         if isinstance(engine, str):
-            _parse(engine)  # refused here, where it is written, and not only when the box is started
+            with_driver(engine)  # refused here, where it is written, and not only when the box is started
         self._given = engine
         self._engine: AsyncEngine | None = None
         self._embedded: EmbeddedPostgres | None = None
@@ -162,9 +163,9 @@ class Pillarbox:
             if self._given is None:
                 self._embedded = EmbeddedPostgres()
                 await asyncio.to_thread(self._embedded.start)
-                self._use(_engine_for(self._embedded.url))
+                self._use(engine_for(self._embedded.url))
             else:
-                self._use(_engine_for(str(self._given)))
+                self._use(engine_for(str(self._given)))
         if self._row_security:
             async with self.engine.connect() as connection:
                 await connection.run_sync(check_role)
@@ -637,56 +638,3 @@ class _BoxOutbox:
 
 def _all_are(kind: type, given: object) -> bool:
     return isinstance(given, Collection) and all(isinstance(each, kind) for each in given)
-
-
-def _engine_for(url: str) -> AsyncEngine:
-    """An engine for a URL, with the usual async driver if it names none."""
-    try:
-        return _create(*_parse(url))
-    except (ArgumentError, InvalidRequestError) as error:
-        raise ConfigurationError(f"{_WRITE_A_URL} ({str(error).partition('(Background')[0].strip()})") from error
-
-
-def _parse(url: str) -> tuple[URL, str]:
-    """The URL with an async driver, and the extra that brings it. No message holds the URL: it may have a password."""
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        raise ConfigurationError(f"{_WRITE_A_URL}, with special characters as %XX") from None
-    backend = parsed.get_backend_name()
-    if backend not in _DRIVERS:
-        instead = "write postgresql://" if backend == "postgres" else f"use {', '.join(_DRIVERS)}"
-        raise ConfigurationError(f"the database URL: {backend} is not supported; {instead}")
-    driver, extra = _DRIVERS[backend]
-    if "+" not in parsed.drivername:
-        parsed = parsed.set(drivername=f"{parsed.drivername}+{driver}")
-    try:
-        usable = parsed.get_dialect().get_async_dialect_cls(parsed).is_async
-    except ArgumentError:
-        usable = False
-    if not usable:
-        raise ConfigurationError(
-            f"the database URL: {parsed.drivername} is no async driver; write {backend}+{driver}://..."
-        )
-    return parsed, extra
-
-
-_WRITE_A_URL = (
-    "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://host/database"
-)
-
-
-def _create(url: URL, extra: str) -> AsyncEngine:
-    try:
-        return create_async_engine(url)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"the database driver {error.name}", extra=extra) from error
-
-
-_DRIVERS = {
-    "postgresql": ("asyncpg", "postgres"),
-    "mysql": ("asyncmy", "mysql"),
-    "mariadb": ("asyncmy", "mysql"),
-    "sqlite": ("aiosqlite", "sqlite"),
-}
-"""The usual driver of each database, and the extra that brings it."""

@@ -32,23 +32,16 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError as VariableError
 from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError
 
 from .errors import SettingsError
 from .redaction import redacted
+from .stores.drivers import with_driver
 
 PREFIX = "PILLARBOX_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 FILE = Path("pillarbox.yaml")
 DEFAULT = "default"
 
-# The first driver is the one that a URL without any gets.
-_DRIVERS = {
-    "postgresql": ("asyncpg", "psycopg"),
-    "mysql": ("asyncmy", "aiomysql"),
-    "mariadb": ("asyncmy", "aiomysql"),
-    "sqlite": ("aiosqlite",),
-}
 # A Kubernetes service called "pillarbox" puts these into every pod beside it.
 _KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
 # What was written there is not repeated in errors.
@@ -66,22 +59,7 @@ def masked(url: str | URL) -> str:
 
 
 def _check_url(secret: SecretStr) -> SecretStr:
-    # No message holds the value: there is a password in it.
-    try:
-        url = make_url(secret.get_secret_value())
-    except (ArgumentError, ValueError):
-        raise ValueError(
-            "is no database URL; write postgresql+asyncpg://user:password@host/database, with special characters as %XX"
-        ) from None
-    backend, _, driver = url.drivername.partition("+")
-    if backend not in _DRIVERS:
-        raise ValueError(f"{backend!r} is no supported database; the URL starts with one of {', '.join(_DRIVERS)}")
-    if driver and driver not in _DRIVERS[backend]:
-        raise ValueError(
-            f"{driver!r} is no async driver; write {' or '.join(f'{backend}+{each}' for each in _DRIVERS[backend])}"
-        )
-    full = url.set(drivername=f"{backend}+{driver or _DRIVERS[backend][0]}")
-    return SecretStr(full.render_as_string(hide_password=False))
+    return SecretStr(with_driver(secret.get_secret_value()).render_as_string(hide_password=False))
 
 
 def _yaml_off(value: object) -> object:

@@ -152,11 +152,11 @@ def test_a_url_gets_an_async_driver(monkeypatch: pytest.MonkeyPatch, given: str,
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("geheim", "is no database URL; write postgresql+asyncpg://"),
-        ("postgresql://app:geheim@db:port/shop", "is no database URL; write postgresql+asyncpg://"),
-        ("postgres://app:geheim@db/shop", "'postgres' is no supported database; the URL starts with one of postgresql"),
-        ("postgresql+psycopg2://app:geheim@db/shop", "'psycopg2' is no async driver; write postgresql+asyncpg or"),
-        ("sqlite+pysqlite:///geheim.db", "'pysqlite' is no async driver; write sqlite+aiosqlite"),
+        ("geheim", "the database URL cannot be used; write one with an async driver, like postgresql+asyncpg://"),
+        ("postgresql://app:geheim@db:port/shop", "with special characters as %XX"),
+        ("postgres://app:geheim@db/shop", "postgres is not supported; write postgresql://"),
+        ("postgresql+psycopg2://app:geheim@db/shop", "psycopg2 is no async driver; write postgresql+asyncpg://"),
+        ("sqlite+pysqlite:///geheim.db", "pysqlite is no async driver; write sqlite+aiosqlite://"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_explained_and_not_shown(

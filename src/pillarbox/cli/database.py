@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, make_url
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..embedded import EmbeddedPostgres
-from ..errors import ConfigurationError, MissingExtraError, NotMigratedError
+from ..errors import NotMigratedError
 from ..settings import Settings, masked
 from ..stores import sqlite
+from ..stores.drivers import engine_for
 from ..stores.inspection import do_not_compile
 from ..stores.schema import check_schema
 from ..telemetry import JsonFormatter
 from .output import CommandError, Exit, plain, redacted
 
 CONNECT_SECONDS = 10.0
-_EXTRAS = {"asyncpg": "postgres", "asyncmy": "mysql", "aiosqlite": "sqlite"}
 
 _T = TypeVar("_T")
 
@@ -156,14 +156,7 @@ def _engine(url: URL) -> AsyncEngine:
     # SQLite has one writer at a time: wait for it longer than the driver would.
     sqlite = url.get_backend_name() == "sqlite"
     extra: dict[str, Any] = {"connect_args": {"timeout": 30}} if sqlite else {"isolation_level": "READ COMMITTED"}
-    try:
-        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, **extra)
-    except ModuleNotFoundError as error:
-        if error.name in _EXTRAS:
-            raise MissingExtraError(url.drivername, extra=_EXTRAS[error.name]) from error
-        raise ConfigurationError(
-            f"{url.drivername} needs a package that is not installed: pip install {error.name}"
-        ) from error
+    return engine_for(url, hide_parameters=True, pool_pre_ping=True, **extra)
 
 
 def _sqlite_file(url: URL) -> Path | None:
