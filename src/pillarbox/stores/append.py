@@ -42,7 +42,7 @@ class Appender:
             for record in sorted(records, key=lambda record: record.id):
                 found = known.get(record.id)
                 if found is None:
-                    _insert_missing(connection, routes, [_route_values(record)])
+                    insert_missing(connection, routes, [_route_values(record)])
                 elif found.name != record.name:
                     raise StoreError(
                         f"the routes {found.name!r} and {record.name!r} have the same number: rename the newer one"
@@ -55,7 +55,7 @@ class Appender:
                     for shard in range(shards)
                     if (record.id, shard) not in made
                 ]
-                _insert_missing(connection, lanes, missing)
+                insert_missing(connection, lanes, missing)
             return int(shards)
 
     def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
@@ -179,7 +179,7 @@ _ARRAY_INSERT = text(
 )
 
 
-def _insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any]]) -> None:
+def insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any]]) -> None:
     """Insert what another process may be inserting, too."""
     if not rows:
         return
@@ -193,7 +193,11 @@ def _insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any
 
         statement = sqlite.insert(table).on_conflict_do_nothing()
     else:
-        statement = insert(table).prefix_with("IGNORE")
+        from sqlalchemy.dialects import mysql  # noqa: PLC0415  loaded already, if this is the dialect
+
+        # IGNORE would lock what is there for reading only, and two who then change it would wait for each other.
+        key = next(iter(table.primary_key))
+        statement = mysql.insert(table).on_duplicate_key_update({key.name: key})
     connection.execute(statement.values(rows))
 
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from ..errors import BeingSwappedError, StoreError
 from ..inbox import Admission, Arrival
 from ..outbox import stable_hash
-from .append import explained
+from .append import explained, insert_missing
 from .columns import from_now
 from .tables import consumers as consumers_table
 from .tables import inbox
@@ -277,7 +277,7 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
     values = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
     this = consumers_table.c.id == stable_hash(name)
     with explained():
-        _insert_missing(connection, {"id": stable_hash(name), "updated_at": from_now(), **values})
+        insert_missing(connection, consumers_table, [{"id": stable_hash(name), "updated_at": from_now(), **values}])
         # As the update below would: those who hold the generation, one after the other, are not waited for.
         found = connection.execute(select(consumers_table).where(this).with_for_update(key_share=True)).one()
         if found.name != name:
@@ -368,21 +368,3 @@ def set_generation(connection: Connection, name: str, generation: int) -> None:
     changed = update(consumers_table).where(this).values(generation=generation, updated_at=from_now())
     if not connection.execute(changed).rowcount:
         raise StoreError(f"there is no consumer {name!r}")
-
-
-def _insert_missing(connection: Connection, values: Mapping[str, Any]) -> None:
-    """Insert what another process may be inserting, too."""
-    statement: Any
-    if connection.dialect.name == "postgresql":
-        from sqlalchemy.dialects import postgresql  # noqa: PLC0415  loaded already, if this is the dialect
-
-        statement = postgresql.insert(consumers_table).on_conflict_do_nothing()
-    elif connection.dialect.name == "sqlite":
-        from sqlalchemy.dialects import sqlite  # noqa: PLC0415  loaded already, if this is the dialect
-
-        statement = sqlite.insert(consumers_table).on_conflict_do_nothing()
-    else:
-        from sqlalchemy.dialects import mysql  # noqa: PLC0415  loaded already, if this is the dialect
-
-        statement = mysql.insert(consumers_table).on_duplicate_key_update(id=consumers_table.c.id)
-    connection.execute(statement.values(values))
