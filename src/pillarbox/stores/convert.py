@@ -27,7 +27,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
@@ -38,10 +37,9 @@ from ..cursor import Cursor, Snapshot
 from ..errors import BatchMismatchError, StoreError
 from ..outbox import Announcement, Lane, LaneName, Row
 from . import log_sql, part_indexes
-from .announced import Contents, contents_of, decode_detours
-from .append import route_record
+from .announced import Contents, contents_of
 from .columns import from_now
-from .leases import stored
+from .leases import lane_of, stored
 from .log import LogStore
 from .partitions import layout
 from .tables import lanes, meta, routes
@@ -246,7 +244,7 @@ class Conversion:
             async with self._engine.begin() as connection:
                 await connection.execute(_BY_INDEX)
                 row = (await connection.execute(_LOCKED, here)).one()
-                lane = _lane(row._mapping)
+                lane = lane_of(row._mapping)
                 if (lane.cursor is None) == (self._to is Store.QUEUE):
                     return True
                 if lane.announced is not None and row.held and not impatient:
@@ -308,7 +306,7 @@ class Conversion:
                 async with self._engine.begin() as connection:
                     await connection.execute(_BY_INDEX)
                     row = (await connection.execute(_LOOK, here)).one()
-                    lane = _lane(row._mapping)
+                    lane = lane_of(row._mapping)
                     if lane.cursor is None:
                         return
                     await _check_time(connection, lane)
@@ -378,23 +376,6 @@ class Conversion:
             else:
                 await connection.execute(_DROP_INDEX)
         self.progress.index = True
-
-
-def _lane(row: Mapping[Any, Any]) -> Lane:
-    announced, cursor = row[lanes.c.announced], row[lanes.c.cursor]
-    return Lane(
-        route=route_record(row),
-        shard=row[lanes.c.shard],
-        epoch=row[lanes.c.epoch],
-        token=row[lanes.c.token] or UUID(int=0),
-        batch=row[lanes.c.batch],
-        next_number=row[lanes.c.next_number],
-        announced=None if announced is None else msgspec.json.decode(announced, type=Announcement),
-        tries=row[lanes.c.tries],
-        waiting=frozenset(),
-        cursor=None if cursor is None else Cursor.parse(cursor),
-        detours=None if cursor is None else decode_detours(row[lanes.c.detours]),
-    )
 
 
 def _changed(lane: Lane, to: Store, announced: Announcement | None) -> Any:

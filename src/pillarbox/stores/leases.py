@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import msgspec
 from msgspec.structs import replace
@@ -233,7 +233,7 @@ def _take(
         .where(among(lanes, found))
         .order_by(lanes.c.route, lanes.c.shard)
     )
-    return [_lane(row._mapping) for row in taken]
+    return [lane_of(row._mapping) for row in taken]
 
 
 _FREE = (
@@ -249,13 +249,14 @@ _FREE = (
 )
 
 
-def _lane(row: Mapping[Any, Any]) -> Lane:
+def lane_of(row: Mapping[Any, Any]) -> Lane:
+    """The lane of a row of its table, joined with its route, without the keys that wait; nobody may hold it."""
     announced = row[lanes.c.announced]
     return Lane(
         route=route_record(row),
         shard=row[lanes.c.shard],
         epoch=row[lanes.c.epoch],
-        token=row[lanes.c.token],
+        token=row[lanes.c.token] or UUID(int=0),
         batch=row[lanes.c.batch],
         next_number=row[lanes.c.next_number],
         announced=None if announced is None else msgspec.json.decode(announced, type=Announcement),
