@@ -71,6 +71,11 @@ def uuid7(stamp: int, tail: int) -> UUID:
     return UUID(int=(stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0b10 << 62 | tail)
 
 
+def first_uuid7(seconds: float) -> UUID:
+    """Below all UUIDv7 of a moment, and above those before it."""
+    return UUID(int=max(0, int(seconds * 1000)) << 80)
+
+
 def time_of(event_id: UUID) -> datetime:
     """When a UUIDv7 was made, to the millisecond."""
     return EPOCH + timedelta(milliseconds=event_id.int >> 80)

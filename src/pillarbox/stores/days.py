@@ -18,7 +18,8 @@ from datetime import timedelta
 
 from sqlalchemy import Connection, text
 
-from .partitions import Layout, Part, layout, moment, waits_briefly
+from ..clock import time_of
+from .partitions import Layout, Part, layout, waits_briefly
 from .retention import BEHIND, OLD, SETTLED_SINCE, Scope, Stretch, alone, by_journal, guard
 
 _GRACE = timedelta(days=1)
@@ -55,7 +56,7 @@ def survey(connection: Connection, scope: Scope, places: Sequence[Stretch]) -> S
     found = layout(connection)
     if not found.partitioned or not found.owned or scope.route is not None:
         return Survey(found, (), places)
-    over = [part for part in found.parts if moment(part.last) <= scope.before]
+    over = [part for part in found.parts if time_of(part.last) <= scope.before]
     fates = [_fate(connection, part, scope, places) for part in over]
     ranges = [*found.gaps()]
     ranges += [(it.part.first, it.part.last) for it in fates if it.stay and _is_late(it.part, scope)]
@@ -92,7 +93,7 @@ def probe(connection: Connection, part: Part) -> None:
 
 
 def _is_late(part: Part, scope: Scope) -> bool:
-    return moment(part.last) <= scope.before - _GRACE
+    return time_of(part.last) <= scope.before - _GRACE
 
 
 def _fate(connection: Connection, part: Part, scope: Scope, places: Sequence[Stretch]) -> Fate:

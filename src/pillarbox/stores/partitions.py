@@ -21,6 +21,7 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
+from ..clock import first_uuid7, time_of
 from ..errors import StoreError
 from .retention import alone
 from .trail import Author, note
@@ -46,7 +47,7 @@ class Part:
     last: UUID
 
     def __str__(self) -> str:
-        return moment(self.first).date().isoformat()
+        return time_of(self.first).date().isoformat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,7 @@ class Plan:
 
 def first_id(day: date) -> UUID:
     """The first event id of a day."""
-    return UUID(int=int(datetime.combine(day, time(), UTC).timestamp() * 1000) << 80)
-
-
-def moment(event_id: UUID) -> datetime:
-    """When an id of version 7 was drawn."""
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=event_id.int >> 80)
+    return first_uuid7(datetime.combine(day, time(), UTC).timestamp())
 
 
 def layout(connection: Connection) -> Layout:

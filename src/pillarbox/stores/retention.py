@@ -28,6 +28,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, and_, case, delete, func, or_, select, text, tuple_
 
+from ..clock import first_uuid7
 from ..cursor import Cursor
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
@@ -130,7 +131,7 @@ def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
         if old is None or old.reach:
             found.append(Stretch(route, shard, old))
     # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
-    young, ahead = _uuid_at(scope.before.timestamp()), _uuid_at(scope.now.timestamp() + _CLOCKS_DIFFER)
+    young, ahead = first_uuid7(scope.before.timestamp()), first_uuid7(scope.now.timestamp() + _CLOCKS_DIFFER)
     return [*found, Stretch(last=young), Stretch(first=max(young, ahead))]
 
 
@@ -220,11 +221,6 @@ def _old(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> Old:
         ours = last is not None and tenant not in last.passed_over and last.batch > (batch or 0)
         told[tenant] = last.cursor if ours else cursor
     return Old(scope.before, str(Cursor()) if last is None else last.cursor, told)
-
-
-def _uuid_at(seconds: float) -> UUID:
-    """The first id of version 7 at a moment."""
-    return UUID(int=max(0, int(seconds * 1000)) << 80)
 
 
 def _is_postgres(connection: Connection) -> bool:
