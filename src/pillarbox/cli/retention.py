@@ -546,7 +546,7 @@ async def _missing(
     async with changing(settings) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(partial(archives.check_origin, summary=summary, foreign=foreign))
-        for rows in _chunks(wanted, _COUNTED):
+        for rows in archives.portions(wanted, _COUNTED):
             async with engine.begin() as connection:
                 found = len(await connection.run_sync(archives.absent, rows))
             missing, there = missing + found, there + len(rows) - found
@@ -558,7 +558,7 @@ async def _restore(
 ) -> tuple[dict[str, Any], Exit]:
     async with _working(settings, order, total) as work:
         work.details["resend"] = resend
-        for rows in _chunks(wanted, work.chunk):
+        for rows in archives.portions(wanted, work.chunk):
             if work.told.done():
                 break
             await work.counted(await work.transaction(partial(_bring_back, work=work, resend=resend), rows))
@@ -570,18 +570,3 @@ def _bring_back(connection: Connection, rows: list[Archived], *, work: _Run, res
     if count:
         work.audit = work.note(connection, count)
     return count
-
-
-def _chunks(rows: Iterator[Archived], limit: int) -> Iterator[list[Archived]]:
-    """The rows in chunks whose bodies fit into memory."""
-    chunk: list[Archived] = []
-    size = 0
-    for row in rows:
-        length = len(row.body or row.body_base64 or "")
-        if chunk and (len(chunk) == limit or size + length > archives.MAX_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(row)
-        size += length
-    if chunk:
-        yield chunk

@@ -20,7 +20,7 @@ import re
 import secrets
 import sqlite3
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -62,6 +62,7 @@ FORMAT = 1
 MAX_BYTES = 8_388_608
 """Of bodies that are in memory at a time, but for one that is larger."""
 _Line = TypeVar("_Line", bound=msgspec.Struct)
+_Row = TypeVar("_Row", RowKey, "Archived")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _PARTIAL = re.compile(r"\..+\.jsonl(\.zst)?\.[0-9a-f]{8}\.partial")
 
@@ -105,6 +106,11 @@ class Archived(msgspec.Struct, omit_defaults=True):
         return {*map(str, ids), self.headers.get("original_event_id", str(self.event_id))}
 
     @property
+    def size(self) -> int:
+        """How long its body is, as it is written."""
+        return len(self.body or self.body_base64 or "")
+
+    @property
     def row(self) -> RowKey:
         """How the row is found in the outbox."""
         return RowKey(self.id, self.raised_event_id or self.event_id, self.route_id, self.schema_version, 0)
@@ -145,16 +151,16 @@ def header(connection: Connection, made_at: datetime) -> Header:
 # -- out of the outbox -------------------------------------------------------------------------------------------------
 
 
-def portions(keys: Sequence[RowKey]) -> Iterator[list[RowKey]]:
-    """The keys in portions whose bodies fit into memory."""
-    portion: list[RowKey] = []
+def portions(rows: Iterable[_Row], limit: int | None = None) -> Iterator[list[_Row]]:
+    """The rows, or their keys, in portions whose bodies fit into memory; at most ``limit`` at a time."""
+    portion: list[_Row] = []
     size = 0
-    for key in keys:
-        if portion and size + key.size > MAX_BYTES:
+    for row in rows:
+        if portion and (len(portion) == limit or size + row.size > MAX_BYTES):
             yield portion
             portion, size = [], 0
-        portion.append(key)
-        size += key.size
+        portion.append(row)
+        size += row.size
     if portion:
         yield portion
 
