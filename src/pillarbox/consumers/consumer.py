@@ -23,7 +23,7 @@ from sqlalchemy import Connection
 
 from .. import clock, telemetry
 from ..codec import parse_moment
-from ..errors import ConfigurationError, StoreError
+from ..errors import ConfigurationError
 from ..inbox import Inbox, LetterFilter, LetterKind, Letters, Redriven, consumer_id
 from ..projections.projection import Projection
 from ..projections.rebuild import From, Rebuild, Rebuilt, Tell
@@ -31,12 +31,12 @@ from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
 from ..telemetry import Sample
-from ..transport import Message, Redelivers, Subscriber
+from ..transport import Redelivers, Subscriber
 from .dead_letters import DeadLetterRoute
 from .desk import Work
 from .failure import Failure, classify
 from .from_outbox import OutboxIntake
-from .handling import Effects, Handlers, Incoming
+from .handling import Effects, Handlers
 from .home import OUTBOX, Home
 from .intake import Flow, Intake, SubscriptionIntake
 from .processing import Processor
@@ -132,7 +132,7 @@ class Consumer:
             )
         if isinstance(effects, Projection):
             effects.letters = letters
-            effects.read = self._read_held
+            effects.read = self._reader.read_held
         self._running = False
         self._stopping = False
         self._finished = asyncio.Event()
@@ -159,13 +159,6 @@ class Consumer:
             return handler
 
         return keep
-
-    def _read_held(self, message: Message) -> Incoming:
-        """An event that a projection has held: it was read before."""
-        incoming = self._reader.read(message)
-        if incoming is None:
-            raise StoreError(f"projection {self.name} does not want any more what it has held: {message.headers}")
-        return incoming
 
     def _subscribe(self) -> None:
         self._reader.refresh()

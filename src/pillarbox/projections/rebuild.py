@@ -221,7 +221,7 @@ class Rebuild:
         self._projection = self._live.into(self._shadow.table)
         # By another name, so that what it holds is not mistaken for what the live one holds.
         self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores, self._topics)
-        self._projection.read = self._read_held
+        self._projection.read = self._reader.read_held
         await self._ask(self._shadow.check)
         await self._in_transaction(shadow_of(self._live.table, self._old, self._engine.dialect).drop)
         await self._forget(self._old - 1)
@@ -231,12 +231,6 @@ class Rebuild:
     @property
     def _alias(self) -> str:
         return f"{self._name}@{self._new}"
-
-    def _read_held(self, message: Message) -> Incoming:
-        incoming = self._reader.read(message)
-        if incoming is None:
-            raise StoreError(f"projection {self._name} does not want any more what it has held: {message.headers}")
-        return incoming
 
     async def _mend(self) -> int:
         """The generation of the live table. If somebody died between the mark and the end of a swap, this finishes it,
