@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -128,11 +129,14 @@ class Faults:
             return self._world.broker_state is State.RUNNING
         return bool(self._targets()) if kind in _RELAYS else len(self._bad) < len(list(self._world.links)) // 2
 
-    def _begin(self, kind: Kind, target: str, what: str) -> Fault:
+    @contextmanager
+    def _fault(self, kind: Kind, target: str, what: str) -> Iterator[Fault]:
+        """It lasts as long as the block."""
         fault = Fault(kind, target, time.time())
         self.all.append(fault)
         self._tell(what)
-        return fault
+        yield fault
+        fault.ended = time.time()
 
     # -- relays --------------------------------------------------------------------------------------------------------
 
@@ -142,36 +146,32 @@ class Faults:
     async def _kill(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.KILLED
-        fault = self._begin(Kind.KILL, slot.name, f"{_who(slot.name)} was killed (kill -9)")
-        await slot.child.kill()
-        await asyncio.sleep(self._draw.random() * LEASE)
-        await self._world.replace(slot)
-        fault.ended = time.time()
+        with self._fault(Kind.KILL, slot.name, f"{_who(slot.name)} was killed (kill -9)"):
+            await slot.child.kill()
+            await asyncio.sleep(self._draw.random() * LEASE)
+            await self._world.replace(slot)
 
     async def _stop(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.KILLED
-        fault = self._begin(Kind.STOP, slot.name, f"{_who(slot.name)} was told to stop (SIGTERM)")
-        await slot.child.stop()
-        await self._world.replace(slot)
-        fault.ended = time.time()
+        with self._fault(Kind.STOP, slot.name, f"{_who(slot.name)} was told to stop (SIGTERM)"):
+            await slot.child.stop()
+            await self._world.replace(slot)
 
     async def _freeze(self) -> None:
         slot = self._draw.choice(self._targets())
         slot.state = State.FROZEN
-        fault = self._begin(Kind.FREEZE, slot.name, f"{_who(slot.name)} was frozen (SIGSTOP), longer than a lease")
-        slot.child.freeze()
-        await asyncio.sleep(LEASE * self._draw.uniform(1.1, 3.5))
-        slot.child.thaw()
-        slot.state = State.RUNNING
-        fault.ended = time.time()
+        with self._fault(Kind.FREEZE, slot.name, f"{_who(slot.name)} was frozen (SIGSTOP), longer than a lease"):
+            slot.child.freeze()
+            await asyncio.sleep(LEASE * self._draw.uniform(1.1, 3.5))
+            slot.child.thaw()
+            slot.state = State.RUNNING
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
     async def _backend(self) -> None:
-        fault = self._begin(Kind.BACKEND, "postgres", "a connection was ended by the server (pg_terminate_backend)")
-        await self._world.kill_backend()
-        fault.ended = time.time()
+        with self._fault(Kind.BACKEND, "postgres", "a connection was ended by the server (pg_terminate_backend)"):
+            await self._world.kill_backend()
 
     async def _postgres(self) -> None:
         await self._suffer(Kind.POSTGRES, "PostgreSQL crashed, and starts again", self._world.database.restart())
@@ -190,15 +190,13 @@ class Faults:
         await self._suffer(Kind.BOOKIE, what, self._world.lose_bookie(3 * LEASE))
 
     async def _suffer(self, kind: Kind, what: str, doing: Coroutine[Any, Any, None]) -> None:
-        fault = self._begin(kind, "server", what)
-        await doing
-        fault.ended = time.time()
+        with self._fault(kind, "server", what) as fault:
+            await doing
         self._tell(f"{kind}: the server is back after {fault.ended - fault.at:.1f} s", good=True)
 
     async def _unload(self) -> None:
-        fault = self._begin(Kind.UNLOAD, "broker", "the topic was unloaded")
-        await self._world.unload_topic()
-        fault.ended = time.time()
+        with self._fault(Kind.UNLOAD, "broker", "the topic was unloaded"):
+            await self._world.unload_topic()
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -222,11 +220,10 @@ class Faults:
         name, link = self._good_link(writers_only=True)
         self._bad.add(link)
         if await self._world.trap.caught(link, LEASE):
-            fault = self._begin(Kind.COMMIT, name, f"{name} was cut right after COMMIT was sent")
-            await asyncio.sleep(self._draw.random() * 0.2)
-            link.drop()
-            link.mend()
-            fault.ended = time.time()
+            with self._fault(Kind.COMMIT, name, f"{name} was cut right after COMMIT was sent"):
+                await asyncio.sleep(self._draw.random() * 0.2)
+                link.drop()
+                link.mend()
         self._bad.discard(link)
 
     async def _spoil(
@@ -234,12 +231,11 @@ class Faults:
     ) -> None:
         name, link = self._good_link()
         self._bad.add(link)
-        fault = self._begin(kind, name, f"{name} {what}")
-        spoil(link)
-        await asyncio.sleep(self._draw.uniform(shortest, longest))
-        link.mend()
+        with self._fault(kind, name, f"{name} {what}"):
+            spoil(link)
+            await asyncio.sleep(self._draw.uniform(shortest, longest))
+            link.mend()
         self._bad.discard(link)
-        fault.ended = time.time()
 
     def _good_link(self, *, writers_only: bool = False) -> tuple[str, Link]:
         world = self._world
