@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from ...app import Pillarbox
 from ...transports.pulsar import PulsarSubscriber
-from ..demo.child import Told, live, say
+from ..demo.child import Told, live, work_until_told
 from .shop import TOPIC, Counted, Things, effects
 
 
@@ -28,13 +26,7 @@ async def consumer(told: Told) -> None:
         async def note(event: Counted, session: AsyncSession) -> None:
             await session.execute(sa.insert(effects).values(event_id=event.event_id))
 
-        def stop() -> None:
-            noting.stop()
-            counting.stop()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        say("ready")
-        await asyncio.gather(noting.run(), counting.run())
+        await work_until_told(noting, counting)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 
 from ...app import Pillarbox
 from ...transports.pulsar import PulsarTransport
-from ..demo.child import Told, live, say
+from ..demo.child import Told, live, work_until_told
 from .canaries import CANARIES
 from .shop import route
 
@@ -26,10 +24,7 @@ async def relay(told: Told) -> None:
         CANARIES[told["canary"]](options)
     pulsar = PulsarTransport(told["pulsar"], **options)
     async with Pillarbox(told["url"], transports={route.to: pulsar}) as box:
-        running = box.relay(name=told["name"], lease=lease)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
-        say("ready")
-        await running.run()
+        await work_until_told(box.relay(name=told["name"], lease=lease))
     await pulsar.close()
 
 

@@ -15,11 +15,14 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..output import CommandError, Exit
+
+if TYPE_CHECKING:
+    from ..serving import Worker
 
 STOP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -119,6 +122,18 @@ def say(value: Any) -> None:
     """In a child: tell the parent something."""
     sys.stdout.write(f"{msgspec.json.encode(value).decode()}\n")
     sys.stdout.flush()
+
+
+async def work_until_told(*workers: Worker) -> None:
+    """In a child: say that it is ready, and let these work until SIGTERM."""
+
+    def stop() -> None:
+        for worker in workers:
+            worker.stop()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    say("ready")
+    await asyncio.gather(*(worker.run() for worker in workers))
 
 
 async def _live(work: Callable[[Told], Coroutine[Any, Any, None]]) -> None:

@@ -5,9 +5,7 @@ Whenever it was too slow, it says so in a file: then a message may come twice al
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import msgspec
 from ...app import Pillarbox
 from ...errors import LeaseLostError
 from ...transport import Publisher
-from .child import Told, live, say
+from .child import Told, live, work_until_told
 from .ledger import Fault, Kind
 from .transport import SinkTransport
 
@@ -48,10 +46,7 @@ async def relay(told: Told) -> None:
     logging.getLogger("pillarbox").addHandler(stalls)
     transport = _transport(told, stalls)
     async with Pillarbox(told["url"], transports={told["destination"]: transport}) as box:
-        running = box.relay(name=name, lease=lease)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
-        say("ready")
-        await running.run()
+        await work_until_told(box.relay(name=name, lease=lease))
 
 
 def _transport(told: Told, stalls: Stalls) -> Publisher:
