@@ -24,9 +24,9 @@ from pillarbox.stores.identity import renew
 from pillarbox.stores.inspection import backlog, unsent
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.operations import Author
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import meta, outbox
+from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 from tests.relays import soon

@@ -454,7 +454,7 @@ def _begin(connection: Connection, work: _Run, count: int, before: int) -> int:
 
 def _give_up(connection: Connection, mine: Unfinished, author: Author) -> None:
     details = {"count": 0, "sha256": mine.sha256, "finished": True}
-    retention.note(connection, author, "archive", mine.target, details=details, entry=mine.entry)
+    note(connection, author, "archive", mine.target, details=details, entry=mine.entry)
 
 
 async def _delete_archived(work: _Run, path: Path) -> None:

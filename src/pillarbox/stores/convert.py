@@ -327,7 +327,7 @@ class Conversion:
         while found >= _CHUNK:
             async with self._engine.begin() as connection:
                 await connection.execute(_BY_INDEX)
-                lane = lane_of((await connection.execute(_LOCKED, here)).one())
+                lane = lane_of((await connection.execute(_LOCKED, here)).one()._mapping)
                 if lane.cursor is not None:
                     return
                 found = (await connection.execute(_FORGET, {**here, "limit": _CHUNK})).scalar_one()
