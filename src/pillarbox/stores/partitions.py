@@ -370,7 +370,9 @@ _CARRIED = text(
     SELECT unnest(ARRAY[
         format('ALTER PUBLICATION %I SET (publish_via_partition_root = true)', p.pubname),
         format('ALTER PUBLICATION %I DROP TABLE %s', p.pubname, CAST(:default AS text)),
-        format('ALTER PUBLICATION %I ADD TABLE %s', p.pubname, {_NAME})])
+        format('ALTER PUBLICATION %I ADD TABLE %s%s', p.pubname, {_NAME}, (
+            SELECT format(' (%s)', string_agg(quote_ident(a.attname), ', ')) FROM pg_attribute a
+            WHERE a.attrelid = c.oid AND to_jsonb(r) -> 'prattrs' @> to_jsonb(a.attnum) HAVING count(*) > 0))])
     FROM {_TABLE} JOIN pg_publication_rel r ON r.prrelid = c.oid JOIN pg_publication p ON p.oid = r.prpubid
     """  # noqa: S608  constants
 )
@@ -381,6 +383,7 @@ _OBSTACLES = text(
     WHERE d.refclassid = CAST('pg_class' AS regclass) AND d.refobjid = {_OUTBOX} AND d.deptype = 'n'
       AND NOT (d.classid = CAST('pg_policy' AS regclass)
                AND EXISTS (SELECT FROM pg_policy p WHERE p.oid = d.objid AND p.polrelid = d.refobjid))
+      AND d.classid <> CAST('pg_publication_rel' AS regclass)
       AND NOT (d.classid = CAST('pg_rewrite' AS regclass)
                AND EXISTS (SELECT FROM pg_rewrite r JOIN pg_class v ON v.oid = r.ev_class
                            WHERE r.oid = d.objid AND v.relkind = 'v'))
@@ -392,9 +395,9 @@ _OBSTACLES = text(
     SELECT format('foreign key %I', k.conname) FROM pg_constraint k
     WHERE k.contype = 'f' AND {_OUTBOX} IN (k.conrelid, k.confrelid)
     UNION ALL
-    SELECT format('publication %I, which names columns or rows', p.pubname)
+    SELECT format('publication %I, which names rows', p.pubname)
     FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-    WHERE r.prrelid = {_OUTBOX} AND coalesce(to_jsonb(r) ->> 'prqual', to_jsonb(r) ->> 'prattrs') IS NOT NULL
+    WHERE r.prrelid = {_OUTBOX} AND to_jsonb(r) ->> 'prqual' IS NOT NULL
     UNION ALL
     SELECT format('index %I, which is not valid', CAST(i.indexrelid AS regclass))
     FROM pg_index i WHERE i.indrelid = {_OUTBOX} AND NOT i.indisvalid
