@@ -21,6 +21,7 @@ from pillarbox.stores.log import LogStore
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.stores.migrations import migrate
+from pillarbox.stores.pgoutput import Streamed
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
@@ -124,11 +125,22 @@ class DatabaseWorld(World):
             await connection.execute(statement)
 
 
+class Counting(Buffer):
+    """Keeps rows also of lanes that nobody has looked at yet, and counts."""
+
+    received = 0
+
+    def put(self, row: Streamed) -> None:
+        self.span(row.lane)
+        super().put(row)
+        self.received += 1
+
+
 class StreamingWorld(DatabaseWorld):
     """What is appended has come by the stream before anybody polls."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.buffer = Buffer(10_000_000)
+        self.buffer = Counting(10_000_000)
         self.feed = Feed(engine, self.buffer, relay="conformance")
         super().__init__(engine, CdcStore(engine, self.buffer))
 

@@ -265,18 +265,21 @@ async def test_large_bodies_and_tenants_come_whole(shop: Shop) -> None:
 
 async def test_a_large_transaction_stays_within_the_buffer(newest: Shop) -> None:
     class Watched(Buffer):
-        peak = 0
+        received = peak = 0
 
-        def put(self, row: Streamed) -> bool:
-            kept = super().put(row)
+        def put(self, row: Streamed) -> None:
+            super().put(row)
+            self.received += 1
             self.peak = max(self.peak, self.bytes)
-            return kept
 
     buffer = Watched(2_000_000)
     feed = Feed(newest.box.engine, buffer, relay="bounded")
     await newest.write(1, key="k0")
-    feed.start(len, [LaneName(ROUTE.id, shard) for shard in range(16)])
+    lanes = [LaneName(ROUTE.id, shard) for shard in range(16)]
+    feed.start(len, lanes)
     await soon(lambda: feed.works)
+    for lane in lanes:
+        buffer.span(lane)
     newest.ask(
         "INSERT INTO pillarbox_outbox "
         "(event_id, event_type, route, shard, schema_version, topic, key, headers, body) "

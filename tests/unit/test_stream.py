@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
+from collections import Counter
+from collections.abc import Collection
 from uuid import UUID
 
 import pytest
 from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.outbox import LaneName
@@ -15,8 +19,9 @@ from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
 from pillarbox.stores.slots import SlotState
 from pillarbox.stores.stream import connection_info
+from tests.relays import in_virtual_time
 
-TABLE, LANE = 4711, LaneName(-5, 3)
+TABLE, LANE, OTHER = 4711, LaneName(-5, 3), LaneName(1, 7)
 EVENT = UUID(int=7)
 VALUES = {
     "id": (9).to_bytes(8),
@@ -47,18 +52,16 @@ def streamed(row: int, *, xid: int = 1, lane: LaneName = LANE, size: int = 0) ->
     return Streamed(row, xid, lane, EVENT.bytes, b"", b"", None, b"", bytes(size))
 
 
-# -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_that_nobody_comes_for_keeps_nothing_else() -> None:
-    buffer = Buffer(1_000_000)
+def looked_at(limit: int, *lanes: LaneName) -> Buffer:
+    """A buffer of lanes that somebody looks at, while their stream is up."""
+    buffer = Buffer(limit)
     buffer.server = "here"
-    buffer.put(streamed(1, lane=LaneName(1, 7)))
-    for row in range(2, 10_000):
-        buffer.put(streamed(row))
-        buffer.passed(LANE, [row])
-    assert len(buffer._order) < 2_000
-    assert buffer.get(LaneName(1, 7), 1, 1) is not None
+    for lane in lanes or (LANE, OTHER):
+        buffer.span(lane)
+    return buffer
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_comes_out_as_it_went_in() -> None:
@@ -122,7 +125,7 @@ def test_rows_that_are_not_wanted_are_passed_over() -> None:
 
 def test_a_row_is_given_for_its_id_and_transaction_only() -> None:
     """H102: after a failover, another row may have the id."""
-    buffer = Buffer(1_000_000)
+    buffer = looked_at(1_000_000)
     buffer.put(streamed(5, xid=7))
     assert buffer.get(LANE, 5, 8) is None
     assert buffer.get(LaneName(1, 1), 5, 7) is None
@@ -132,7 +135,7 @@ def test_a_row_is_given_for_its_id_and_transaction_only() -> None:
 
 
 def test_the_oldest_go_first_and_the_bound_holds() -> None:
-    buffer = Buffer(10 * OVERHEAD)
+    buffer = looked_at(10 * OVERHEAD, *(LaneName(0, shard) for shard in range(3)))
     for row in range(1, 101):
         buffer.put(streamed(row, lane=LaneName(0, row % 3)))
         assert buffer.bytes <= buffer.limit
@@ -141,24 +144,32 @@ def test_the_oldest_go_first_and_the_bound_holds() -> None:
 
 
 def test_a_row_that_is_too_large_is_not_kept() -> None:
-    buffer = Buffer(OVERHEAD * 2)
+    buffer = looked_at(OVERHEAD * 2)
     buffer.put(streamed(1))
     buffer.put(streamed(2, size=OVERHEAD * 2))
     assert (buffer.bytes, buffer.span(LANE)) == (0, None)
 
 
-def test_a_row_that_was_read_before_it_came_is_not_kept() -> None:
-    buffer = Buffer(1_000_000)
-    buffer.server = "here"
+def test_rows_that_were_read_before_they_came_are_remembered() -> None:
+    buffer = looked_at(1_000_000)
     buffer.passed(LANE, [1, 2])
-    assert [buffer.put(streamed(row)) for row in (1, 2, 3, 1)] == [False, False, True, True]
+    assert [*buffer.ahead] == [1, 2]
     buffer.passed(LANE, [*range(10, 10 + 2 * AHEAD)])
     assert len(buffer.ahead) == AHEAD
 
 
+def test_a_row_that_nobody_comes_for_keeps_nothing_else() -> None:
+    buffer = looked_at(1_000_000)
+    buffer.put(streamed(1, lane=OTHER))
+    for row in range(2, 10_000):
+        buffer.put(streamed(row))
+        buffer.passed(LANE, [row])
+    assert len(buffer._order) < 2_000
+    assert buffer.get(OTHER, 1, 1) is not None
+
+
 def test_what_is_used_goes_and_all_that_came_before_it() -> None:
-    buffer = Buffer(1_000_000)
-    buffer.server = "here"
+    buffer = looked_at(1_000_000)
     for row in (3, 5, 4, 9, 7):
         buffer.put(streamed(row))
     assert buffer.span(LANE) == (3, 9)
@@ -171,22 +182,28 @@ def test_what_is_used_goes_and_all_that_came_before_it() -> None:
 
 def test_a_lane_whose_look_passed_over_a_row_is_told_of_a_few_times() -> None:
     """The row was on the stream before it could be seen."""
-    buffer = Buffer(1_000_000)
-    buffer.server = "here"
+    buffer = looked_at(1_000_000)
     for row in (1, 2, 3):
         buffer.put(streamed(row))
     buffer.passed(LANE, [2, 3])
-    assert [buffer.unnamed() for _ in range(RINGS + 1)] == [{LANE}] * RINGS + [set()]
+    assert buffer.unnamed([OTHER]) == set()
+    assert [buffer.unnamed([LANE]) for _ in range(RINGS + 1)] == [{LANE}] * RINGS + [set()]
     for row in (4, 5):
         buffer.put(streamed(row))
     buffer.passed(LANE, [5])
     buffer.passed(LANE, [4])
-    assert buffer.unnamed() == set()
+    assert buffer.unnamed([LANE]) == set()
+
+
+def test_rows_of_a_lane_without_a_cursor_are_heard_of_and_not_kept() -> None:
+    buffer = looked_at(1_000_000, OTHER)
+    buffer.put(streamed(1))
+    assert (buffer.bytes, buffer.get(LANE, 1, 1)) == (0, None)
+    assert buffer.unnamed([LANE, OTHER]) == {LANE}
 
 
 def test_the_same_row_twice_takes_its_place_once() -> None:
-    buffer = Buffer(1_000_000)
-    buffer.server = "here"
+    buffer = looked_at(1_000_000)
     buffer.put(streamed(1, xid=1))
     buffer.put(streamed(1, xid=2))
     assert buffer.get(LANE, 1, 1) is None
@@ -195,14 +212,61 @@ def test_the_same_row_twice_takes_its_place_once() -> None:
 
 
 def test_nothing_outlives_its_stream() -> None:
-    buffer = Buffer(1_000_000)
-    buffer.server = "here"
+    buffer = looked_at(1_000_000)
     buffer.put(streamed(1))
     buffer.clear()
     assert (buffer.span(LANE), buffer.bytes) == (None, 0)
     assert vars(buffer)["server"] is None
     buffer.put(streamed(2))
     assert buffer.span(LANE) == (2, 2)
+
+
+# -- ringing -----------------------------------------------------------------------------------------------------------
+
+
+class Bell:
+    """A feed without a stream, and how often it has rung for each lane."""
+
+    def __init__(self) -> None:
+        self.buffer = looked_at(1_000_000)
+        self.feed = Feed(create_async_engine("postgresql+asyncpg://a@h/d"), self.buffer, relay="r1")
+        self.feed._hearer = self._heard
+        self.rung: Counter[LaneName] = Counter()
+        self.last = 0.0
+
+    def _heard(self, lanes: Collection[LaneName]) -> None:
+        self.rung.update(lanes)
+        if LANE in lanes:
+            self.last = asyncio.get_running_loop().time()
+
+    def bring(self, row: Streamed) -> None:
+        self.buffer.put(row)
+        self.feed._new.add(row.lane)
+        self.feed._ring()
+
+
+@in_virtual_time
+async def test_a_row_that_no_look_names_is_rung_for_a_few_times_whatever_others_do() -> None:
+    """It may be of a tenant who is paused: then every other commit would ring for it again."""
+    bell, began = Bell(), asyncio.get_running_loop().time()
+    bell.bring(streamed(1))
+    for row in range(2, 1000):
+        bell.bring(streamed(row, lane=OTHER))
+        bell.buffer.passed(OTHER, [row])
+        await asyncio.sleep(0.007)
+    assert bell.rung[LANE] == 8
+    assert 1.0 < bell.last - began < 2.0  # a commit that waits for a standby is visible long after it was streamed
+    assert bell.rung[OTHER] >= 998
+
+
+@in_virtual_time
+async def test_a_new_row_is_rung_for_again_soon_although_another_lane_waits_longer() -> None:
+    bell = Bell()
+    bell.bring(streamed(1, lane=OTHER))
+    await asyncio.sleep(0.7)  # the next time for that one is at 1.27
+    bell.bring(streamed(2))
+    await asyncio.sleep(0.08)
+    assert bell.rung[LANE] == 4
 
 
 # -- connecting --------------------------------------------------------------------------------------------------------

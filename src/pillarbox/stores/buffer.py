@@ -8,6 +8,7 @@ the table.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 
 from ..outbox import LaneName
 from .pgoutput import Streamed
@@ -32,8 +33,6 @@ class Buffer:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
-        self.received = 0
-        """Rows that have come, ever."""
         self.server: str | None = None
         """Where they come from, and since when it runs: looks at another server do not use them."""
         self._lanes: dict[LaneName, _Lane] = {}
@@ -41,20 +40,15 @@ class Buffer:
         """Of arrival, with rows that are not here any more."""
         self._held = 0
         self.ahead: OrderedDict[int, None] = OrderedDict()
-        """Rows that were read from the table while their stream was up, and that it has not brought yet."""
+        """Rows that were read from the table while their stream was up: when it brings them, nobody wants them."""
 
         self._passed_over: dict[int, tuple[LaneName, int]] = {}
 
-    def put(self, row: Streamed) -> bool:
-        """Keep a row, and let go of the oldest ones if they are too many. False if it was read from the table before
-        it came.
-        """
-        self.received += 1
-        if self.ahead and self.ahead.pop(row.id, row) is None:
-            return False
+    def put(self, row: Streamed) -> None:
+        """Keep a row, and let go of the oldest ones if they are too many. Where nobody looks, nothing is kept."""
         lane = self._lanes.get(row.lane)
         if lane is None:
-            lane = self._lanes[row.lane] = _Lane()
+            return
         if row.id in lane.rows:
             self._drop(lane, row.id)
         if not lane.rows:
@@ -68,11 +62,16 @@ class Buffer:
         self.bytes += _size(row)
         self._order.append((row.lane, row.id))
         self._shrink()
-        return True
 
     def span(self, name: LaneName) -> tuple[int, int] | None:
-        """The lowest and the highest id at hand; between them most rows of the lane are, but not all need be."""
+        """The lowest and the highest id at hand; between them most rows of the lane are, but not all need be.
+
+        Rows of a lane are kept once it is looked at like this. A lane without a cursor never is, and would never use
+        them.
+        """
         lane = self._lanes.get(name)
+        if lane is None:
+            self._lanes[name] = _Lane()
         return None if lane is None or not lane.rows else (lane.low, lane.high)
 
     def get(self, name: LaneName, row: int, xid: int) -> Streamed | None:
@@ -106,10 +105,14 @@ class Buffer:
             self._passed_over[first] = (name, RINGS)
         lane.low = max(lane.low, rows[-1] + 1)
 
-    def unnamed(self) -> set[LaneName]:
-        """Lanes with rows that no look has named. Those that one has passed over are told of a few times only."""
-        lanes = {name for name, lane in self._lanes.items() if lane.rows}
+    def unnamed(self, asked: Collection[LaneName]) -> set[LaneName]:
+        """Which of these lanes may have rows that no look has named. Those that one has passed over are told of a few
+        times only; of lanes whose rows are not kept, nobody knows.
+        """
+        lanes = {name for name in asked if (lane := self._lanes.get(name)) is None or lane.rows}
         for row, (name, left) in [*self._passed_over.items()]:
+            if name not in asked:
+                continue
             lanes.add(name)
             if left > 1:
                 self._passed_over[row] = (name, left - 1)

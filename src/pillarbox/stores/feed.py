@@ -59,7 +59,8 @@ class Feed:
         self._hearer: Hearer = len
         self._lanes: Container[LaneName] = ()
         self._new: set[LaneName] = set()
-        self._pause = RING_AGAIN
+        self._again: dict[LaneName, tuple[float, float]] = {}
+        """When a lane is rung again, and how long after the last time."""
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._was_up = False
@@ -91,6 +92,7 @@ class Feed:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._again.clear()
         self._buffer.clear()
         self._was_up, self._said = False, None
         self.state = "off"
@@ -123,7 +125,8 @@ class Feed:
 
             def take(message: memoryview) -> None:
                 row = decoder.row(message)
-                if row is not None and row.lane in lanes and put(row):
+                if row is not None and row.lane in lanes:
+                    put(row)
                     new.add(row.lane)
 
             self._up(it)
@@ -203,18 +206,32 @@ class Feed:
         if not self._new:
             return
         self._hearer(self._new)
+        at = asyncio.get_running_loop().time() + RING_AGAIN
+        for lane in self._new:
+            self._again[lane] = (min(at, self._again.get(lane, (at, 0.0))[0]), RING_AGAIN)
         self._new.clear()
-        self._pause = RING_AGAIN
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._pause, self._ring_again)
+        if self._timer is None or self._timer.when() > at:
+            self._set_timer(at)
 
     def _ring_again(self) -> None:
-        """Lanes whose rows nobody has named yet may have looked too early."""
-        self._timer = None
-        if self._pause < RING_LAST and (lanes := self._buffer.unnamed()):
+        """Lanes whose rows nobody has named yet may have looked too early. Each is rung a few times, less and less
+        often: its rows may be a tenant's who is paused.
+        """
+        self._timer, now = None, asyncio.get_running_loop().time()
+        due = {lane: pause for lane, (at, pause) in self._again.items() if at <= now}
+        if lanes := self._buffer.unnamed(due):
             self._hearer(lanes)
-            self._pause *= 2
-            self._timer = asyncio.get_running_loop().call_later(self._pause, self._ring_again)
+        for lane, pause in due.items():
+            del self._again[lane]
+            if lane in lanes and 2 * pause < RING_LAST:
+                self._again[lane] = (now + 2 * pause, 2 * pause)
+        if self._again:
+            self._set_timer(min(at for at, _ in self._again.values()))
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._ring_again)
 
 
 def _said(error: BaseException) -> str:
