@@ -24,11 +24,12 @@ from pillarbox.gauges import Gauges
 from pillarbox.outbox import LaneName
 from pillarbox.relay import Pacing, Relay
 from pillarbox.stores import feed as feeds
-from pillarbox.stores import streaming_on
+from pillarbox.stores import partitions, streaming_on
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.feed import Feed
-from pillarbox.stores.pgoutput import Streamed
+from pillarbox.stores.operations import Author
+from pillarbox.stores.pgoutput import COLUMNS, Streamed
 from pillarbox.stores.slots import SlotState
 from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
@@ -95,6 +96,14 @@ class Shop:
             async with self.box.unit_of_work() as uow:
                 uow.publish(Noticed(key=chosen, number=len(numbers), more=more), key=chosen)
             numbers.append(len(numbers))
+
+    async def hears_from_the_stream(self) -> None:
+        """Commit events until the stream has brought one: a look may be faster."""
+        before = self.counts.rows("stream")
+        async with asyncio.timeout(20):
+            while self.counts.rows("stream") == before:
+                await self.write(1)
+                await self.complete()
 
     async def complete(self) -> None:
         """Wait until all of it has arrived; nothing more, and in order."""
@@ -487,6 +496,25 @@ async def test_a_publication_that_is_dropped_is_an_alarm_and_no_hole(
         await soon(lambda: relay.status()["stream"] == "up")
         await shop.write(10)
         await shop.complete()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_stream_follows_an_outbox_that_is_partitioned(shop: Shop, said: Callable[[str], list[str]]) -> None:
+    """Rows come from another table then, and the one that the stream knew brings nothing any more."""
+    async with shop.streaming() as relay:
+        await shop.hears_from_the_stream()
+        async with shop.box.engine.begin() as connection:
+            await connection.run_sync(partitions.partition, Author("anna@office", "days"), ahead=1)
+        await soon(lambda: "is another table" in "".join(said("stream.down")))
+        await soon(lambda: relay.status()["stream"] == "up")
+        await shop.hears_from_the_stream()
+        [(columns,)] = shop.ask("SELECT to_jsonb(t) -> 'attnames' FROM pg_publication_tables t")
+        assert columns is None or {*columns} == {*COLUMNS}  # as before
+        shop.ask("ALTER PUBLICATION pillarbox SET TABLE pillarbox_outbox")
+        shop.ask("ALTER PUBLICATION pillarbox SET (publish_via_partition_root = false)")
+        await soon(lambda: "does not bring pillarbox_outbox" in said("stream.down")[-1])
+        await soon(lambda: relay.status()["stream"] == "up")
+        await shop.hears_from_the_stream()
 
 
 async def test_h59_a_server_that_restarts_brings_its_stream_back(

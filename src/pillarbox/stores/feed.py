@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterator
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,7 +23,7 @@ from ..retry import RetryPolicy
 from ..telemetry import SILENT, LogEvent, Sample, Signals
 from .buffer import Buffer
 from .pgoutput import Decoder
-from .slots import SlotState, is_published, slot_states
+from .slots import SlotState, published, slot_states
 from .stream import PREFIX, Stream, StreamRefused, connection_info, open_stream
 
 logger = logging.getLogger("pillarbox")
@@ -33,6 +33,7 @@ CHECK_SECONDS = 5.0
 RING_AGAIN, RING_LAST = 0.01, 1.0
 
 Hearer = Callable[[Collection[LaneName]], object]
+T = TypeVar("T")
 
 
 class _Unpublished(Exception):  # noqa: N818  an outcome
@@ -146,23 +147,29 @@ class Feed:
         """Look at it from the other side, now and again: some losses a stream does not tell."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            try:
-                async with self._engine.connect() as connection:
-                    published = await connection.run_sync(is_published)
-                    states = {state.name: state for state in await connection.run_sync(slot_states)}
-            except Exception as error:
-                logger.debug("relay %s: its slot cannot be looked at: %s", self._relay, _said(error))
-                continue
-            if not published:
-                raise _Unpublished("the publication pillarbox is gone, or lacks pillarbox_outbox")
-            if stream.slot in states:
-                self._weigh(states[stream.slot])
+            tables = await self._asked(published)
+            if tables == []:
+                raise _Unpublished("the publication pillarbox is gone, or does not bring pillarbox_outbox")
+            if tables is not None and stream.facts.table not in tables:
+                raise _Unpublished("pillarbox_outbox is another table than when the stream began")
+            for slot in await self._asked(slot_states) or ():
+                if slot.name == stream.slot:
+                    self._weigh(slot)
 
     def _weigh(self, slot: SlotState) -> None:
         if slot.strains and not self._strained:
             kept = f"the server keeps {slot.lag:,} bytes of WAL for it, and may keep {slot.budget:,}"
             self._say(telemetry.LOG_SLOT_LAGS, f"its slot lags: {kept}; above that it is lost", kept)
         self._strained = slot.strains
+
+    async def _asked(self, question: Callable[..., T], *values: Any) -> T | None:
+        """What the database says; nothing if it cannot be asked."""
+        try:
+            async with self._engine.connect() as connection:
+                return await connection.run_sync(question, *values)
+        except Exception as error:
+            logger.debug("relay %s: its stream cannot be looked at: %s", self._relay, _said(error))
+            return None
 
     # -- what people hear of it ----------------------------------------------------------------------------------------
 

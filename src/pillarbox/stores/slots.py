@@ -21,10 +21,10 @@ _STATES = text(
 )
 _PUBLISHED = text(
     """
-    SELECT EXISTS (
-        SELECT FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid
-        WHERE p.pubname = 'pillarbox' AND p.pubinsert
-          AND (p.puballtables OR r.prrelid = CAST('pillarbox_outbox' AS regclass)))
+    SELECT CAST(c.oid AS bigint) FROM pg_publication p JOIN pg_publication_tables t ON t.pubname = p.pubname
+    JOIN pg_namespace n ON n.nspname = t.schemaname
+    JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+    WHERE p.pubname = 'pillarbox' AND p.pubinsert AND c.oid = to_regclass('pillarbox_outbox')
     """
 )
 
@@ -61,6 +61,6 @@ def slot_states(connection: Connection) -> list[SlotState]:
     return [SlotState(*row) for row in connection.execute(_STATES)]
 
 
-def is_published(connection: Connection) -> bool:
-    """Whether the outbox is in the publication. Newer servers stream on without it, and bring nothing."""
-    return bool(connection.execute(_PUBLISHED).scalar_one())
+def published(connection: Connection) -> list[int]:
+    """The oid of the outbox, if the publication brings its rows. Newer servers stream on without, and bring nothing."""
+    return [*connection.execute(_PUBLISHED).scalars()]
