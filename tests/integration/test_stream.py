@@ -23,8 +23,10 @@ from pillarbox.errors import ConfigurationError, MissingExtraError
 from pillarbox.gauges import Gauges
 from pillarbox.outbox import LaneName
 from pillarbox.relay import Pacing, Relay
+from pillarbox.retry import RetryPolicy
 from pillarbox.stores import feed as feeds
 from pillarbox.stores import partitions, streaming_on
+from pillarbox.stores import stream as streams
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.feed import Feed
@@ -515,6 +517,43 @@ async def test_a_stream_follows_an_outbox_that_is_partitioned(shop: Shop, said: 
         await soon(lambda: "does not bring pillarbox_outbox" in said("stream.down")[-1])
         await soon(lambda: relay.status()["stream"] == "up")
         await shop.hears_from_the_stream()
+
+
+@asynccontextmanager
+async def _transaction(shop: Shop) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    """One that has written, and stays open."""
+    server: Any = shop.database.server
+    address = server.address(shop.database.name)
+    async with await psycopg.AsyncConnection.connect(address, application_name="report") as connection:
+        await connection.execute("SELECT pg_current_xact_id()")
+        yield connection
+
+
+async def test_h57_a_slot_that_waits_for_a_transaction_says_so_and_goes_on(
+    shop: Shop, said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SLOW_SECONDS", 0.1)
+    relay = shop.relay()
+    async with running(relay):
+        async with _transaction(shop) as open_one:
+            await soon(lambda: said("stream.down"))
+            assert f"(now for process {open_one.info.backend_pid} (report), since" in said("stream.down")[0]
+            assert relay.status()["stream"] == "down"
+        await soon(lambda: relay.status()["stream"] == "up")
+    assert len(said("stream.down")) == 1
+    assert shop.counts.lost("refused") == 0
+
+
+async def test_h57_a_slot_that_waits_too_long_is_given_up_and_keeps_nothing(
+    shop: Shop, said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(feeds, "AGAIN", RetryPolicy(base=60.0, cap=60.0))
+    async with _transaction(shop), running(shop.relay(slot=SLOT)):
+        await soon(lambda: shop.counts.lost("refused"))
+        await soon(lambda: shop.slots() == [])
+    assert len(said("stream.down")) == 1
 
 
 async def test_h59_a_server_that_restarts_brings_its_stream_back(

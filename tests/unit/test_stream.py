@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -14,14 +16,16 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.outbox import LaneName
+from pillarbox.stores import stream as streams
 from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
 from pillarbox.stores.slots import SlotState
-from pillarbox.stores.stream import connection_info
+from pillarbox.stores.stream import Facts, connection_info
 from tests.relays import in_virtual_time
 
 TABLE, LANE, OTHER = 4711, LaneName(-5, 3), LaneName(1, 7)
+FACTS = Facts("here", 180_000, TABLE, "0/0")
 EVENT = UUID(int=7)
 VALUES = {
     "id": (9).to_bytes(8),
@@ -283,7 +287,7 @@ async def test_a_new_row_is_rung_for_again_soon_although_another_lane_waits_long
 def test_libpq_connects_to_where_the_url_leads(url: str, parts: list[str]) -> None:
     info = connection_info(make_url(url), "r1")
     words = info.replace("'", "").split(" ")
-    assert {*parts, "dbname=d", "replication=database"} <= {*words}
+    assert {*parts, "dbname=d", "replication=database", "tcp_user_timeout=15000"} <= {*words}
     assert "prepared_statement_cache_size" not in info
 
 
@@ -299,3 +303,51 @@ def test_h57_a_slot_strains_at_half_of_its_budget() -> None:
 
     assert [slot(lag, 100).strains for lag in (0, 49, 50, 200)] == [False, False, True, True]
     assert not slot(10**12, None).strains
+
+
+class Libpq:
+    """A connection that has read some messages already, and gets no more."""
+
+    def __init__(self, *messages: bytes, busy: bool = False) -> None:
+        self._messages = [*messages]
+        self._busy = busy
+        self._ends = socket.socketpair()
+        self.socket = self._ends[0].fileno()
+        self.pgconn = self
+
+    def is_busy(self) -> bool:
+        return self._busy
+
+    def send_query(self, _: bytes) -> None:
+        pass
+
+    flush = consume_input = finish = lambda *_: None
+
+    def get_copy_data(self, _: int) -> tuple[int, memoryview]:
+        return (1, memoryview(self._messages.pop())) if self._messages else (0, memoryview(b""))
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def libpq() -> Any:
+    made: list[Libpq] = []
+
+    def make(*given: Any, **more: Any) -> Any:
+        made.append(Libpq(*given, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def test_a_server_that_does_not_answer_is_not_waited_for(
+    libpq: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "ANSWER_SECONDS", 0.01)
+    async with asyncio.timeout(10):
+        with pytest.raises(ConnectionError, match="has not answered"):
+            await streams._start(libpq(busy=True), "pillarbox", FACTS)

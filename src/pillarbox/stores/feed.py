@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, Literal, TypeVar
+from uuid import uuid4
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,7 +24,7 @@ from ..retry import RetryPolicy
 from ..telemetry import SILENT, LogEvent, Sample, Signals
 from .buffer import Buffer
 from .pgoutput import Decoder
-from .slots import SlotState, published, slot_states
+from .slots import SlotState, blockers, published, slot_states
 from .stream import PREFIX, Stream, StreamRefused, connection_info, open_stream
 
 logger = logging.getLogger("pillarbox")
@@ -64,6 +65,8 @@ class Feed:
         """When a lane is rung again, and how long after the last time."""
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._reads = slot
+        """The slot of now."""
         self._was_up = False
         self._said: str | None = None
         self._strained = False
@@ -119,7 +122,15 @@ class Feed:
             await asyncio.sleep(AGAIN.ceiling(failures) / 2 + AGAIN.delay(failures) / 2)
 
     async def _stream(self) -> None:
-        async with open_stream(self._info, self._slot, may_make=self._slot_is_missing, lost=self._slot_is_lost) as it:
+        self._reads = self._slot or f"{PREFIX}_{uuid4().hex}"
+        async with open_stream(
+            self._info,
+            self._reads,
+            keep=self._slot is not None,
+            may_make=self._slot_is_missing,
+            lost=self._slot_is_lost,
+            waits=self._slot_waits,
+        ) as it:
             decoder, put = Decoder(it.facts.table, self._buffer.ahead), self._buffer.put
             lanes, new = self._lanes, self._new
             self._buffer.server = it.facts.server
@@ -130,7 +141,7 @@ class Feed:
                     put(row)
                     new.add(row.lane)
 
-            self._up(it)
+            self._up()
             reading = asyncio.ensure_future(it.read(take, self._ring))
             checking = asyncio.ensure_future(self._check(it))
             try:
@@ -153,7 +164,7 @@ class Feed:
             if tables is not None and stream.facts.table not in tables:
                 raise _Unpublished("pillarbox_outbox is another table than when the stream began")
             for slot in await self._asked(slot_states) or ():
-                if slot.name == stream.slot:
+                if slot.name == self._reads:
                     self._weigh(slot)
 
     def _weigh(self, slot: SlotState) -> None:
@@ -173,21 +184,31 @@ class Feed:
 
     # -- what people hear of it ----------------------------------------------------------------------------------------
 
-    def _up(self, stream: Stream) -> None:
+    def _up(self) -> None:
         if self._said is not None:
-            self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=stream.slot)
+            self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=self._reads)
         self._said, self._was_up = None, True
         self.state = "up"
 
     def _lost(self, error: Exception) -> None:
-        said, fresh = _said(error), self.state == "up"
+        self._is_down(_said(error))
+        logger.debug("relay %s: the stream", self._relay, exc_info=error)
+        self._signals.count(telemetry.STREAM_LOST, (_reason(error),))
+
+    def _is_down(self, said: str) -> None:
+        fresh = self.state == "up"
         self.state = "down"
         if fresh or said != self._said:
             what = "it has lost its stream" if fresh else "it gets no stream"
             self._say(telemetry.LOG_STREAM_DOWN, f"{what}, and reads bodies from the table: {said}", said)
-        logger.debug("relay %s: the stream", self._relay, exc_info=error)
         self._said = said
-        self._signals.count(telemetry.STREAM_LOST, (_reason(error),))
+
+    async def _slot_waits(self, process: int) -> str:
+        found = await self._asked(blockers, process)
+        whom = f" (now for {', '.join(found)})" if found else ""
+        said = f"to make a slot, the server waits until transactions that are open have ended{whom}"
+        self._is_down(said)
+        return said
 
     def _slot_is_missing(self) -> None:
         if self._was_up:

@@ -27,6 +27,14 @@ _PUBLISHED = text(
     WHERE p.pubname = 'pillarbox' AND p.pubinsert AND c.oid = to_regclass('pillarbox_outbox')
     """
 )
+"""A partitioned table is in that view if the publication brings its rows as its own, and not as those of its parts."""
+_BLOCKERS = text(
+    """
+    SELECT CASE b.pid WHEN 0 THEN 'one that is prepared' ELSE
+               concat('process ', b.pid, ' (' || nullif(a.application_name, '') || ')', ', since ' || a.xact_start) END
+    FROM unnest(pg_blocking_pids(:process)) AS b(pid) LEFT JOIN pg_stat_activity a ON a.pid = b.pid
+    """
+)
 
 
 class SlotState(NamedTuple):
@@ -64,3 +72,8 @@ def slot_states(connection: Connection) -> list[SlotState]:
 def published(connection: Connection) -> list[int]:
     """The oid of the outbox, if the publication brings its rows. Newer servers stream on without, and bring nothing."""
     return [*connection.execute(_PUBLISHED).scalars()]
+
+
+def blockers(connection: Connection, process: int) -> list[str]:
+    """Whose transactions a process of the server waits for."""
+    return [*connection.execute(_BLOCKERS, {"process": process}).scalars()]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 from psycopg import errors, pq
@@ -30,6 +29,11 @@ PREFIX = "pillarbox"
 CONFIRM_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """A server that has said nothing for so long is asked to; after three times that it is gone."""
+ANSWER_SECONDS = 15.0
+"""How long any answer may take, but for a slot."""
+SLOW_SECONDS, MAKING_SECONDS = 10.0, 180.0
+"""After so long, people are told what the making of a slot waits for; and then, how long it may go on: the server keeps
+WAL meanwhile."""
 SLICE = 500
 """Messages that are read before others get their turn."""
 
@@ -69,6 +73,7 @@ def connection_info(url: URL, name: str) -> str:
             "keepalives_idle": int(SILENT_SECONDS),
             "keepalives_interval": int(SILENT_SECONDS),
             "keepalives_count": 3,
+            **({"tcp_user_timeout": int(3000 * SILENT_SECONDS)} if "tcp_user_timeout" in known else {}),
             **options,
             "application_name": f"pillarbox stream of {name}"[:63],
             "replication": "database",
@@ -80,10 +85,9 @@ def connection_info(url: URL, name: str) -> str:
 class Stream:
     """One connection that streams. Made by `open_stream`."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], slot: str, facts: Facts) -> None:
+    def __init__(self, connection: psycopg.AsyncConnection[Any], facts: Facts) -> None:
         self._connection = connection
         self._pg = connection.pgconn
-        self.slot = slot
         self.facts = facts
         self.position = 0
         """Up to where we have heard everything."""
@@ -150,10 +154,17 @@ class Stream:
 
 @asynccontextmanager
 async def open_stream(
-    info: str, slot: str | None, *, may_make: Callable[[], None], lost: Callable[[str], None]
+    info: str,
+    slot: str,
+    *,
+    keep: bool,
+    may_make: Callable[[], None],
+    lost: Callable[[str], None],
+    waits: Callable[[int], Awaitable[str]],
 ) -> AsyncIterator[Stream]:
-    """A stream of what is committed from now on. ``slot`` is the name of one that is kept. ``may_make`` is called
-    before such a slot is made, and ``lost`` with the reason before one that is of no use is made anew.
+    """A stream of what is committed from now on. ``may_make`` is called before a slot that is kept is made, and
+    ``lost`` with the reason before one that is of no use is made anew. ``waits`` hears of a slot whose making takes
+    long, with the process that makes it, and says what that waits for.
     """
     connection = await psycopg.AsyncConnection.connect(
         info, autocommit=True, prepare_threshold=None, row_factory=namedtuple_row
@@ -161,21 +172,31 @@ async def open_stream(
     try:
         facts = await _examine(connection)
         await _publish(connection, facts)
-        if slot is None:
-            name = f"{PREFIX}_{uuid4().hex}"
-            await _make(connection, f"CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT")
-        else:
-            name = slot
-            await _keep(connection, name, facts, may_make, lost)
-        stream = Stream(connection, name, facts)
-        await _start(connection, name, facts)
-        yield stream
+        found = await _kept(connection, slot, may_make, lost) if keep else None
+        if found is None:
+            await _make(connection, slot, facts, waits, keep=keep)
+        await _start(connection, slot, facts)
+        yield Stream(connection, facts)
     finally:
         await connection.close()
 
 
+@asynccontextmanager
+async def _answer() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise ConnectionError(f"the server has not answered for {ANSWER_SECONDS:.0f} seconds") from error
+
+
+async def _run(connection: psycopg.AsyncConnection[Any], statement: str) -> psycopg.AsyncCursor[Any]:
+    async with _answer():
+        return await connection.execute(statement.encode())
+
+
 async def _one(connection: psycopg.AsyncConnection[Any], statement: str) -> Any:
-    return await (await connection.execute(statement.encode())).fetchone()
+    return await (await _run(connection, statement)).fetchone()
 
 
 _FACTS = """
@@ -225,21 +246,41 @@ async def _publish(connection: psycopg.AsyncConnection[Any], facts: Facts) -> No
     else:
         return
     try:
-        await connection.execute(statement.encode())
+        await _run(connection, statement)
     except (errors.DuplicateObject, errors.UniqueViolation):
         pass  # another relay was faster
     except errors.InsufficientPrivilege as error:
         raise StreamRefused(f"this role may not publish the outbox: let its owner run `{statement}`") from error
 
 
-async def _make(connection: psycopg.AsyncConnection[Any], statement: str) -> None:
+async def _make(
+    connection: psycopg.AsyncConnection[Any],
+    slot: str,
+    facts: Facts,
+    waits: Callable[[int], Awaitable[str]],
+    *,
+    keep: bool,
+) -> None:
+    """The server waits for all transactions that are open, and keeps WAL for the slot from the beginning. So there is
+    an end to that: whoever hangs up frees it.
+    """
+    options = "(SNAPSHOT 'nothing', FAILOVER true)" if keep and facts.version >= 170_000 else "NOEXPORT_SNAPSHOT"
+    statement = f"CREATE_REPLICATION_SLOT {slot} {'' if keep else 'TEMPORARY '}LOGICAL pgoutput {options}"
+    making = asyncio.ensure_future(connection.execute(statement.encode()))
     try:
-        await connection.execute(statement.encode())
+        if not (await asyncio.wait([making], timeout=SLOW_SECONDS))[0]:
+            reason = await waits(connection.info.backend_pid)
+            if not (await asyncio.wait([making], timeout=MAKING_SECONDS))[0]:
+                raise StreamRefused(reason)
+        making.result()
     except errors.ConfigurationLimitExceeded as error:
         raise StreamRefused(
             "all replication slots of the server are in use: raise max_replication_slots, or drop those that nobody "
             "reads (`pillarbox doctor` names ours)"
         ) from error
+    finally:
+        making.cancel()  # which tells the server, too
+        await asyncio.gather(making, return_exceptions=True)
 
 
 _SLOT = """
@@ -249,35 +290,30 @@ _SLOT = """
 """
 
 
-async def _keep(
-    connection: psycopg.AsyncConnection[Any],
-    name: str,
-    facts: Facts,
-    may_make: Callable[[], None],
-    lost: Callable[[str], None],
-) -> None:
-    """See to it that the slot is there and of use."""
+async def _kept(
+    connection: psycopg.AsyncConnection[Any], name: str, may_make: Callable[[], None], lost: Callable[[str], None]
+) -> Any:
+    """The slot, if it is there and of use; else it is to be made."""
     found = await _one(connection, _SLOT.format(name))
     for _ in range(5):  # whoever has just hung up may not have gone yet
         if found is None or found.active_pid is None:
             break
         await asyncio.sleep(0.2)
         found = await _one(connection, _SLOT.format(name))
-    if found is not None:
-        if found.plugin != "pgoutput" or not found.here:
-            raise StreamRefused(f"the slot {name} belongs to something else: give the relay another name for its slot")
-        if found.active_pid is not None:
-            raise StreamRefused(
-                f"the slot {name} is read by process {found.active_pid}: each relay needs a slot of its own"
-            )
-        if found.wal_status != "lost" and found.reason is None:
-            return
-        lost(f"the server has invalidated the slot {name} ({found.reason or 'wal_removed'})")
-        await connection.execute(f"DROP_REPLICATION_SLOT {name}".encode())
-    else:
+    if found is None:
         may_make()
-    options = "(SNAPSHOT 'nothing', FAILOVER true)" if facts.version >= 170_000 else "NOEXPORT_SNAPSHOT"
-    await _make(connection, f"CREATE_REPLICATION_SLOT {name} LOGICAL pgoutput {options}")
+        return None
+    if found.plugin != "pgoutput" or not found.here:
+        raise StreamRefused(f"the slot {name} belongs to something else: give the relay another name for its slot")
+    if found.active_pid is not None:
+        raise StreamRefused(
+            f"the slot {name} is read by process {found.active_pid}: each relay needs a slot of its own"
+        )
+    if found.wal_status != "lost" and found.reason is None:
+        return found
+    lost(f"the server has invalidated the slot {name} ({found.reason or 'wal_removed'})")
+    await _run(connection, f"DROP_REPLICATION_SLOT {name}")
+    return None
 
 
 async def _start(connection: psycopg.AsyncConnection[Any], slot: str, facts: Facts) -> None:
@@ -291,10 +327,11 @@ async def _start(connection: psycopg.AsyncConnection[Any], slot: str, facts: Fac
     pg.flush()
     loop.add_reader(pg.socket, readable.set)
     try:
-        while pg.is_busy():
-            await readable.wait()
-            readable.clear()
-            pg.consume_input()
+        async with _answer():
+            while pg.is_busy():
+                await readable.wait()
+                readable.clear()
+                pg.consume_input()
     finally:
         loop.remove_reader(pg.socket)
     result = pg.get_result()
