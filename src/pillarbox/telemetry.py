@@ -427,7 +427,8 @@ LOG_SLOT_LOST = LogEvent(
 LOG_SLOT_LAGS = LogEvent(
     "stream.slot_lags",
     "error",
-    "The server keeps half of what it may keep for the slot, or more. Once, until it has caught up.",
+    "The server keeps half of what it may keep for the slot, or more, or 1 GiB where nothing bounds it. Once, until it "
+    "has caught up.",
     ("relay", "slot", "reason"),
 )
 

@@ -624,14 +624,26 @@ def test_h57_a_relay_that_was_killed_leaves_no_slot_behind(logical: Town) -> Non
     wait_until(lambda: slots(logical) == [], "the slot to end with its connection")
 
 
-def test_h57_doctor_names_a_slot_that_nobody_reads(logical: Town) -> None:
+def _doctor_on_the_slot(town: Town) -> dict[str, Any]:
+    command = [PILLARBOX, "doctor", "--json"]
+    done = subprocess.run(command, env=town.environment, capture_output=True, text=True, check=False)
+    checks: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
+    [found] = [check for check in checks if check["name"] == "slots"]
+    return found
+
+
+def test_h57_doctor_names_a_slot_that_nobody_reads_or_nothing_bounds(logical: Town) -> None:
     relay = logical.start(
         "shop:box", "--http", "0", PILLARBOX_RELAY__SOURCE="cdc", PILLARBOX_RELAY__SLOT="pillarbox_e2e"
     )
     address = first_answer(relay)["http"]
     wait_until(lambda: json.loads(asyncio.run(_get(f"{address}/readyz"))[1])["stream"] == "up", "the stream to be up")
+    check = _doctor_on_the_slot(logical)
+    assert (check["state"], "nothing bounds that" in check["found"]) == ("warning", True)
+    assert "set max_slot_wal_keep_size" in check["remedy"]
     logical.set("max_slot_wal_keep_size", "1GB")
     metrics = asyncio.run(_get(f"{address}/metrics"))[1].decode()
+    assert _doctor_on_the_slot(logical)["state"] == "ok"
     logical.set("max_slot_wal_keep_size", None)
     for line in (
         "outbox_streams_down 0.0",
@@ -645,9 +657,7 @@ def test_h57_doctor_names_a_slot_that_nobody_reads(logical: Town) -> None:
     relay.send_signal(signal.SIGTERM)
     finish(relay)
     try:
-        command = [PILLARBOX, "doctor", "--json"]
-        done = subprocess.run(command, env=logical.environment, capture_output=True, text=True, check=False)
-        [check] = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "slots"]
+        check = _doctor_on_the_slot(logical)
         assert (check["state"], check["found"].endswith("and nobody reads it")) == ("warning", True)
         assert "SELECT pg_drop_replication_slot('pillarbox_e2e')" in check["remedy"]
     finally:

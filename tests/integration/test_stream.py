@@ -446,8 +446,54 @@ async def test_h57_what_other_databases_write_is_not_kept_for_a_quiet_one(
 def test_h57_a_slot_that_strains_is_an_alarm_once(newest: Shop, said: Callable[[str], list[str]]) -> None:
     feed = Feed(newest.box.engine, Buffer(1), relay="r1")
     for lag in (10, 60, 70, 10, 60):
-        feed._weigh(SlotState(SLOT, False, True, "extended", True, lag, 100))
+        feed._weigh(SlotState(SLOT, False, True, "extended", lag, 100))
     assert len(said("stream.slot_lags")) == 2
+    feed._weigh(SlotState(SLOT, False, True, "reserved", 10, None))
+    feed._weigh(SlotState(SLOT, False, True, "reserved", 2**31, None))
+    assert "nothing bounds that: set max_slot_wal_keep_size" in said("stream.slot_lags")[-1]
+
+
+@pytest.fixture
+async def clerk(newest: Shop) -> AsyncIterator[Shop]:
+    """The same shop, whose relays stream as a role that does not own the outbox."""
+    newest.ask("CREATE ROLE stream_clerk LOGIN REPLICATION")
+    newest.ask("GRANT pg_read_all_data, pg_write_all_data TO stream_clerk")
+    engine = create_async_engine(newest.box.engine.url.set(username="stream_clerk"))
+    try:
+        async with Pillarbox(
+            engine, transports={"broker": newest.broker}, routes=[ROUTE], signals=[newest.counts]
+        ) as box:
+            yield Shop(box, newest.broker, newest.counts, newest.database)
+    finally:
+        await engine.dispose()
+        newest.ask("DROP OWNED BY stream_clerk")
+        newest.ask("DROP ROLE stream_clerk")
+
+
+def _publish(shop: Shop, columns: tuple[str, ...] = COLUMNS) -> None:
+    table = f"pillarbox_outbox ({', '.join(columns)})"
+    options = "(publish = 'insert', publish_via_partition_root = true)"
+    shop.ask(f"CREATE PUBLICATION pillarbox FOR TABLE {table} WITH {options}")
+
+
+@pytest.mark.usefixtures("quick")
+async def test_h57_h58_a_slot_that_is_kept_and_not_read_is_watched(
+    little_room: Shop, clerk: Shop, said: Callable[[str], list[str]]
+) -> None:
+    _publish(clerk)
+    async with clerk.streaming(slot=SLOT) as relay:
+        clerk.ask("DROP PUBLICATION pillarbox")
+        await soon(lambda: "let its owner run" in "".join(said("stream.down")[-1:]))
+        clerk.ask("SELECT pg_logical_emit_message(true, 'noise', repeat('x', 1500000))")
+        await soon(lambda: said("stream.slot_lags"))
+        _write_wal(clerk)
+        await soon(lambda: said("stream.slot_lost"))
+        assert relay.status()["stream"] == "down"
+        _publish(clerk)
+        await soon(lambda: relay.status()["stream"] == "up")
+        await little_room.write(5)
+    assert len(said("stream.slot_lost")) == 1
+    assert clerk.counts.lost("slot") == 1
 
 
 async def test_h59_a_slot_outlives_a_failover_where_the_server_can_do_that(shop: Shop) -> None:

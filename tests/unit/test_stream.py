@@ -20,7 +20,7 @@ from pillarbox.stores import stream as streams
 from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
-from pillarbox.stores.slots import SlotState
+from pillarbox.stores.slots import LARGE, SlotState
 from pillarbox.stores.stream import Facts, connection_info
 from tests.relays import in_virtual_time
 
@@ -299,10 +299,10 @@ def test_a_slot_has_a_name_that_says_whose_it_is(name: str) -> None:
 
 def test_h57_a_slot_strains_at_half_of_its_budget() -> None:
     def slot(lag: int, budget: int | None) -> SlotState:
-        return SlotState("pillarbox", False, True, "reserved", True, lag, budget)
+        return SlotState("pillarbox", False, True, "reserved", lag, budget)
 
     assert [slot(lag, 100).strains for lag in (0, 49, 50, 200)] == [False, False, True, True]
-    assert not slot(10**12, None).strains
+    assert [slot(lag, None).strains for lag in (LARGE - 1, LARGE)] == [False, True]
 
 
 class Libpq:

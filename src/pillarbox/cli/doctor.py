@@ -303,8 +303,12 @@ def _slots(connection: Connection) -> Iterator[Check]:
             remedy = f"start its relay, or the disk fills up: SELECT pg_drop_replication_slot('{slot.name}')"
             yield Check("slots", State.WARNING, f"{what}, and nobody reads it", remedy)
         elif slot.strains:
-            remedy = "its relay does not keep up: see to its processor and network, or raise max_slot_wal_keep_size"
-            yield Check("slots", State.WARNING, f"{what}, of {slot.budget:,} that it may keep", remedy)
+            remedy = "its relay does not keep up: see to its processor and network, and to max_slot_wal_keep_size"
+            bound = "without a bound" if slot.budget is None else f"of {slot.budget:,} that it may keep"
+            yield Check("slots", State.WARNING, f"{what}, {bound}", remedy)
+        elif slot.budget is None and not slot.temporary:
+            remedy = "set max_slot_wal_keep_size: a slot that the server gives up loses nothing, and a full disk does"
+            yield Check("slots", State.WARNING, f"{what}, and nothing bounds that while its relay is away", remedy)
         else:
             yield Check("slots", State.OK, what)
 

@@ -64,12 +64,13 @@ class Feed:
         self._again: dict[LaneName, tuple[float, float]] = {}
         """When a lane is rung again, and how long after the last time."""
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._reads = slot
         """The slot of now."""
         self._was_up = False
         self._said: str | None = None
-        self._strained = False
+        self._strained = self._slot_gone = False
+        """What was said of the slot, and need not be said again."""
         self.state: Literal["off", "starting", "up", "down"] = "off"
 
     @property
@@ -85,14 +86,17 @@ class Feed:
             self._signals.count(telemetry.STREAM_LOST, (reason,), 0)
         for source in ("stream", "table"):
             self._signals.count(telemetry.STREAM_ROWS, (source,), 0)
-        self._task = asyncio.create_task(self._keep_up(), name=f"stream of {self._relay}")
+        self._tasks = [
+            asyncio.create_task(work, name=f"stream of {self._relay}") for work in (self._keep_up(), self._watch())
+        ]
 
     async def stop(self) -> None:
         """End, and keep nothing."""
-        task, self._task = self._task, None
-        if task is not None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-            await asyncio.wait([task], timeout=10.0)
+        if tasks:
+            await asyncio.wait(tasks, timeout=10.0)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -163,14 +167,26 @@ class Feed:
                 raise _Unpublished("the publication pillarbox is gone, or does not bring pillarbox_outbox")
             if tables is not None and stream.facts.table not in tables:
                 raise _Unpublished("pillarbox_outbox is another table than when the stream began")
+
+    async def _watch(self) -> None:
+        """The slot, all the time: the server keeps WAL for it while it is made, and while nobody gets to read it."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
             for slot in await self._asked(slot_states) or ():
                 if slot.name == self._reads:
                     self._weigh(slot)
 
     def _weigh(self, slot: SlotState) -> None:
+        if slot.is_lost and self._slot is not None:
+            self._slot_is_lost(f"the server has invalidated the slot {slot.name}")
+            return
         if slot.strains and not self._strained:
-            kept = f"the server keeps {slot.lag:,} bytes of WAL for it, and may keep {slot.budget:,}"
-            self._say(telemetry.LOG_SLOT_LAGS, f"its slot lags: {kept}; above that it is lost", kept)
+            kept = f"the server keeps {slot.lag:,} bytes of WAL for it"
+            if slot.budget is None:
+                more = "and nothing bounds that: set max_slot_wal_keep_size, or the disk may fill up"
+            else:
+                more = f"and may keep {slot.budget:,}; above that it is lost"
+            self._say(telemetry.LOG_SLOT_LAGS, f"its slot lags: {kept}, {more}", kept, slot.name)
         self._strained = slot.strains
 
     async def _asked(self, question: Callable[..., T], *values: Any) -> T | None:
@@ -187,7 +203,7 @@ class Feed:
     def _up(self) -> None:
         if self._said is not None:
             self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=self._reads)
-        self._said, self._was_up = None, True
+        self._said, self._was_up, self._slot_gone = None, True, False
         self.state = "up"
 
     def _lost(self, error: Exception) -> None:
@@ -218,6 +234,9 @@ class Feed:
             self._say(telemetry.LOG_SLOT_MADE, what)
 
     def _slot_is_lost(self, reason: str) -> None:
+        if self._slot_gone:
+            return
+        self._slot_gone = True
         self._signals.count(telemetry.STREAM_LOST, ("slot",))
         what = f"{reason}; a new one is made, and what this one would have brought comes from the table"
         self._say(telemetry.LOG_SLOT_LOST, what, reason)

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, text
 
 _STATES = text(
     """
-    SELECT slot_name, temporary, active_pid IS NOT NULL AS read, wal_status, restart_lsn IS NOT NULL AS keeps,
+    SELECT slot_name, temporary, active_pid IS NOT NULL AS read, wal_status,
            CAST(coalesce(pg_wal_lsn_diff(
                CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END, restart_lsn
            ), 0) AS bigint) AS lag,
@@ -36,6 +36,9 @@ _BLOCKERS = text(
     """
 )
 
+LARGE = 1 << 30
+"""Bytes of WAL that are an alarm where nothing bounds them."""
+
 
 class SlotState(NamedTuple):
     """A slot of ours."""
@@ -45,7 +48,6 @@ class SlotState(NamedTuple):
     read: bool
     """Whether somebody reads it now."""
     wal_status: str | None
-    keeps: bool
     lag: int
     """Bytes of WAL that the server keeps for it."""
     budget: int | None
@@ -59,7 +61,7 @@ class SlotState(NamedTuple):
     @property
     def strains(self) -> bool:
         """Whether half of what may be kept is kept."""
-        return self.budget is not None and self.lag * 2 >= self.budget
+        return self.lag >= (LARGE if self.budget is None else self.budget / 2)
 
 
 def slot_states(connection: Connection) -> list[SlotState]:
