@@ -178,8 +178,9 @@ async def newest(fresh_database: FreshDatabase) -> AsyncIterator[Shop]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is looked after more often."""
+    """The stream is looked after more often, and one that is lost again and again is tried again soon."""
     monkeypatch.setattr(feeds, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(feeds, "AGAIN", RetryPolicy(base=0.1, cap=0.2))
 
 
 @pytest.fixture
@@ -339,6 +340,7 @@ async def test_a_relay_that_takes_over_reads_what_it_missed_from_the_table(newes
 # -- what becomes of slots ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("slot", [None, SLOT])
 async def test_h58_a_slot_that_is_dropped_under_load_loses_nothing(
     shop: Shop, slot: str | None, said: Callable[[str], list[str]]
@@ -563,6 +565,30 @@ async def test_a_stream_follows_an_outbox_that_is_partitioned(shop: Shop, said: 
         await soon(lambda: "does not bring pillarbox_outbox" in said("stream.down")[-1])
         await soon(lambda: relay.status()["stream"] == "up")
         await shop.hears_from_the_stream()
+
+
+async def test_a_publication_that_lacks_something_is_mended(newest: Shop, said: Callable[[str], list[str]]) -> None:
+    _publish(newest, COLUMNS[:-1])
+    async with newest.streaming():
+        await newest.hears_from_the_stream()
+    newest.ask("ALTER PUBLICATION pillarbox SET TABLE pillarbox_outbox WHERE (shard < 0), pillarbox_meta")
+    async with newest.streaming():
+        await newest.hears_from_the_stream()
+    assert newest.ask("SELECT tablename FROM pg_publication_tables ORDER BY 1") == [
+        ("pillarbox_meta",),
+        ("pillarbox_outbox",),
+    ]
+    assert said("stream.down") == []
+
+
+async def test_a_publication_that_lacks_something_and_is_somebody_elses_is_refused(
+    clerk: Shop, said: Callable[[str], list[str]]
+) -> None:
+    _publish(clerk, COLUMNS[:-1])
+    async with running(clerk.relay()):
+        await soon(lambda: said("stream.down"))
+    drop, add = "ALTER PUBLICATION pillarbox DROP TABLE", "ALTER PUBLICATION pillarbox ADD TABLE"
+    assert f"let its owner run `{drop} pillarbox_outbox; {add} pillarbox_outbox (id, " in said("stream.down")[0]
 
 
 @asynccontextmanager

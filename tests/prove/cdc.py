@@ -25,6 +25,7 @@ import psycopg
 from sqlalchemy import make_url
 
 from pillarbox.embedded import EmbeddedPostgres
+from pillarbox.retry import RetryPolicy
 from pillarbox.stores import feed as feeds
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
@@ -170,6 +171,7 @@ def main() -> int:
     given = parser.parse_args()
     print(f"seed {given.seed}", file=sys.stderr)
     feeds.CHECK_SECONDS = 0.2
+    feeds.AGAIN = RetryPolicy(base=0.2, cap=0.5)  # it is taken away far more often than a stream that is worth it
     servers = Servers()
     os.environ["PILLARBOX_HOME"] = str(servers.folder / "home")
     try:

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.outbox import LaneName
+from pillarbox.stores import feed as feeds
 from pillarbox.stores import stream as streams
 from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
 from pillarbox.stores.feed import Feed
@@ -271,6 +273,52 @@ async def test_a_new_row_is_rung_for_again_soon_although_another_lane_waits_long
     bell.bring(streamed(2))
     await asyncio.sleep(0.08)
     assert bell.rung[LANE] == 4
+
+
+# -- keeping it up -----------------------------------------------------------------------------------------------------
+
+
+class Brief:
+    """A stream that ends after a while."""
+
+    facts = FACTS
+    left_behind = False
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def read(self, *_: object) -> None:
+        await asyncio.sleep(self._seconds)
+        raise StoreError("something is wrong with a row")
+
+
+async def _ups(monkeypatch: pytest.MonkeyPatch, lasts: float, seconds: float) -> int:
+    """How often a stream that lasts so long is up in a while."""
+    ups = 0
+
+    @asynccontextmanager
+    async def brief(*_: object, **__: object) -> AsyncIterator[Brief]:
+        nonlocal ups
+        ups += 1
+        yield Brief(lasts)
+
+    monkeypatch.setattr(feeds, "open_stream", brief)
+    monkeypatch.setattr(feeds, "CHECK_SECONDS", 1e6)
+    feed = Feed(create_async_engine("postgresql+asyncpg://a@h/d"), Buffer(1), relay="r1")
+    feed.start(len, ())
+    await asyncio.sleep(seconds)
+    await feed.stop()
+    return ups
+
+
+@in_virtual_time
+async def _flaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _ups(monkeypatch, 0.01, 120.0) < 20
+    assert await _ups(monkeypatch, 40.0, 400.0) == 10
+
+
+def test_a_stream_that_comes_up_and_fails_at_once_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    _flaps(monkeypatch)
 
 
 # -- connecting --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Feed:
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = slot
         """The slot of now."""
-        self._was_up = False
+        self._was_up, self._up_at = False, float("inf")
         self._said: str | None = None
         self._strained = self._slot_gone = False
         """What was said of the slot, and need not be said again."""
@@ -119,10 +119,13 @@ class Feed:
             try:
                 await self._stream()
             except Exception as error:
-                failures = 1 if self.state == "up" else failures + 1
+                # One that comes up and fails at once, again and again, is no better than none.
+                lasted = asyncio.get_running_loop().time() - self._up_at > AGAIN.cap
+                failures = 1 if lasted else failures + 1
                 self._lost(error)
             finally:
                 self._buffer.clear()
+                self._up_at = float("inf")
             await asyncio.sleep(AGAIN.ceiling(failures) / 2 + AGAIN.delay(failures) / 2)
 
     async def _stream(self) -> None:
@@ -204,6 +207,7 @@ class Feed:
         if self._said is not None:
             self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=self._reads)
         self._said, self._was_up, self._slot_gone = None, True, False
+        self._up_at = asyncio.get_running_loop().time()
         self.state = "up"
 
     def _lost(self, error: Exception) -> None:

@@ -223,34 +223,42 @@ async def _examine(connection: psycopg.AsyncConnection[Any]) -> Facts:
     return Facts(found.server, found.version, found.outbox, found.position)
 
 
+_PUBLICATION = """
+    SELECT p.pubinsert AND p.pubviaroot AS so, p.puballtables OR t.tablename IS NOT NULL OR EXISTS (
+               SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid
+           ) AS there,
+           to_jsonb(t) -> 'attnames' AS columns, to_jsonb(t) ->> 'rowfilter' AS some
+    FROM pg_publication p CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    LEFT JOIN pg_publication_tables t
+           ON t.pubname = p.pubname AND t.schemaname = n.nspname AND t.tablename = c.relname
+    WHERE p.pubname = '{}' AND c.oid = {}
+"""
+
+
 async def _publish(connection: psycopg.AsyncConnection[Any], facts: Facts) -> None:
-    """See to it that the publication is there, and has the table in it."""
-    state = await _one(
-        connection,
-        f"""
-        SELECT p.pubinsert AS inserts, p.pubviaroot AS via_root, EXISTS (
-            SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = {facts.table}
-        ) OR p.puballtables AS whole FROM pg_publication p WHERE p.pubname = '{PUBLICATION}'
-        """,  # noqa: S608  constants, and a number
-    )
+    """See to it that the publication is there, and brings of the table what is needed."""
     columns = f" ({', '.join(COLUMNS)})" if facts.version >= 150_000 else ""
     table = f"TABLE pillarbox_outbox{columns}"
-    if state is None:
-        statement = (
-            f"CREATE PUBLICATION {PUBLICATION} FOR {table} WITH (publish = 'insert', publish_via_partition_root = true)"
-        )
-    elif not state.whole:
-        statement = f"ALTER PUBLICATION {PUBLICATION} ADD {table}"
-    elif not (state.inserts and state.via_root):
-        statement = f"ALTER PUBLICATION {PUBLICATION} SET (publish = 'insert', publish_via_partition_root = true)"
-    else:
-        return
-    try:
-        await _run(connection, statement)
-    except (errors.DuplicateObject, errors.UniqueViolation):
-        pass  # another relay was faster
-    except errors.InsufficientPrivilege as error:
-        raise StreamRefused(f"this role may not publish the outbox: let its owner run `{statement}`") from error
+    for _ in range(3):  # each time one thing is mended, if it is not as it should be
+        state = await _one(connection, _PUBLICATION.format(PUBLICATION, facts.table))
+        if state is None:
+            options = "(publish = 'insert', publish_via_partition_root = true)"
+            statement = f"CREATE PUBLICATION {PUBLICATION} FOR {table} WITH {options}"
+        elif not state.there:
+            statement = f"ALTER PUBLICATION {PUBLICATION} ADD {table}"
+        elif not state.so:
+            statement = f"ALTER PUBLICATION {PUBLICATION} SET (publish = 'insert', publish_via_partition_root = true)"
+        elif not {*COLUMNS} <= {*(state.columns or COLUMNS)} or state.some is not None:
+            drop = f"ALTER PUBLICATION {PUBLICATION} DROP TABLE pillarbox_outbox"
+            statement = f"{drop}; ALTER PUBLICATION {PUBLICATION} ADD {table}"
+        else:
+            return
+        try:
+            await _run(connection, statement)
+        except (errors.DuplicateObject, errors.UniqueViolation):
+            pass  # another relay was faster
+        except errors.InsufficientPrivilege as error:
+            raise StreamRefused(f"this role may not publish the outbox: let its owner run `{statement}`") from error
 
 
 async def _make(
