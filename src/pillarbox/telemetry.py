@@ -431,6 +431,12 @@ LOG_SLOT_LAGS = LogEvent(
     "has caught up.",
     ("relay", "slot", "reason"),
 )
+LOG_SLOT_LEFT_BEHIND = LogEvent(
+    "stream.slot_left_behind",
+    "warning",
+    "The named slot is no failover slot, on a server that has them: no standby takes it along. Once, at the start.",
+    ("relay", "slot"),
+)
 
 _INCOMING = (
     *("consumer", "topic", "event_id", "message_id", "event_type", "aggregate_type", "aggregate_id", "tenant"),
@@ -464,7 +470,7 @@ LOG_EVENTS = (
     *(LOG_TOPIC_REFUSED, LOG_FORGOTTEN),
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),
-    *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS),
+    *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS, LOG_SLOT_LEFT_BEHIND),
     *(LOG_HANDLING_FAILED, LOG_STUCK, LOG_LETTER, LOG_SOURCE_AWAY, LOG_SOURCE_BACK),
 )
 _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))

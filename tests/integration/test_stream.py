@@ -508,6 +508,17 @@ async def test_h59_a_slot_outlives_a_failover_where_the_server_can_do_that(shop:
     assert state == ("true" if version >= 170_000 else None)
 
 
+async def test_h59_a_slot_that_a_failover_would_lose_is_said_once(shop: Shop, said: Callable[[str], list[str]]) -> None:
+    shop.ask(f"SELECT pg_create_logical_replication_slot('{SLOT}', 'pgoutput')")
+    [(can,)] = shop.ask("SELECT current_setting('server_version_num')::integer >= 170000")
+    async with shop.streaming(slot=SLOT) as relay:
+        [(_, _, reader)] = shop.slots()
+        shop.ask("SELECT pg_terminate_backend(%s, 5000)", reader)
+        await soon(lambda: said("stream.down"))
+        await soon(lambda: relay.status()["stream"] == "up")
+    assert len(said("stream.slot_left_behind")) == can
+
+
 async def test_h59_a_slot_that_is_not_there_at_the_start_is_said_and_nothing_is_missed(
     shop: Shop, said: Callable[[str], list[str]]
 ) -> None:

@@ -309,6 +309,9 @@ def _slots(connection: Connection) -> Iterator[Check]:
         elif slot.budget is None and not slot.temporary:
             remedy = "set max_slot_wal_keep_size: a slot that the server gives up loses nothing, and a full disk does"
             yield Check("slots", State.WARNING, f"{what}, and nothing bounds that while its relay is away", remedy)
+        elif slot.failover is False and not slot.temporary:
+            remedy = "drop it while its relay is stopped: it is made anew, as one that a standby can take along"
+            yield Check("slots", State.WARNING, f"{what}, and is lost at a failover", remedy)
         else:
             yield Check("slots", State.OK, what)
 

@@ -69,7 +69,7 @@ class Feed:
         """The slot of now."""
         self._was_up, self._up_at = False, float("inf")
         self._said: str | None = None
-        self._strained = self._slot_gone = False
+        self._strained = self._slot_gone = self._left_behind = False
         """What was said of the slot, and need not be said again."""
         self.state: Literal["off", "starting", "up", "down"] = "off"
 
@@ -148,7 +148,7 @@ class Feed:
                     put(row)
                     new.add(row.lane)
 
-            self._up()
+            self._up(it)
             reading = asyncio.ensure_future(it.read(take, self._ring))
             checking = asyncio.ensure_future(self._check(it))
             try:
@@ -203,9 +203,13 @@ class Feed:
 
     # -- what people hear of it ----------------------------------------------------------------------------------------
 
-    def _up(self) -> None:
+    def _up(self, stream: Stream) -> None:
         if self._said is not None:
             self._say(telemetry.LOG_STREAM_UP, "its stream is up again", slot=self._reads)
+        if stream.left_behind and not self._left_behind:
+            what = f"the slot {self._slot} is lost at a failover; drop it while no relay reads it: it is made anew"
+            self._say(telemetry.LOG_SLOT_LEFT_BEHIND, what)
+        self._left_behind = stream.left_behind
         self._said, self._was_up, self._slot_gone = None, True, False
         self._up_at = asyncio.get_running_loop().time()
         self.state = "up"

@@ -13,8 +13,9 @@ _STATES = text(
                CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END, restart_lsn
            ), 0) AS bigint) AS lag,
            (SELECT CAST(setting AS bigint) * 1048576 FROM pg_settings
-            WHERE name = 'max_slot_wal_keep_size' AND CAST(setting AS bigint) >= 0) AS budget
-    FROM pg_replication_slots
+            WHERE name = 'max_slot_wal_keep_size' AND CAST(setting AS bigint) >= 0) AS budget,
+           CAST(to_jsonb(s) ->> 'failover' AS boolean) AS failover
+    FROM pg_replication_slots s
     WHERE database = current_database() AND plugin = 'pgoutput' AND slot_name LIKE 'pillarbox%'
     ORDER BY slot_name
     """
@@ -52,6 +53,8 @@ class SlotState(NamedTuple):
     """Bytes of WAL that the server keeps for it."""
     budget: int | None
     """How many it may keep; None for any number."""
+    failover: bool | None = None
+    """Whether a standby may take it along; None where no server can."""
 
     @property
     def is_lost(self) -> bool:

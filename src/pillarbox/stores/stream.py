@@ -85,10 +85,12 @@ def connection_info(url: URL, name: str) -> str:
 class Stream:
     """One connection that streams. Made by `open_stream`."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], facts: Facts) -> None:
+    def __init__(self, connection: psycopg.AsyncConnection[Any], facts: Facts, *, left_behind: bool = False) -> None:
         self._connection = connection
         self._pg = connection.pgconn
         self.facts = facts
+        self.left_behind = left_behind
+        """Whether its slot is lost at a failover, on a server that could take it along."""
         self.position = 0
         """Up to where we have heard everything."""
         self._heard_at = 0.0
@@ -176,7 +178,7 @@ async def open_stream(
         if found is None:
             await _make(connection, slot, facts, waits, keep=keep)
         await _start(connection, slot, facts)
-        yield Stream(connection, facts)
+        yield Stream(connection, facts, left_behind=found is not None and found.failover == "false")
     finally:
         await connection.close()
 
@@ -293,7 +295,7 @@ async def _make(
 
 _SLOT = """
     SELECT plugin, database, database = current_database() AS here, temporary, active_pid, wal_status,
-           to_jsonb(s) ->> 'invalidation_reason' AS reason
+           to_jsonb(s) ->> 'invalidation_reason' AS reason, to_jsonb(s) ->> 'failover' AS failover
     FROM pg_replication_slots s WHERE slot_name = '{}'
 """
 
