@@ -23,7 +23,7 @@ from pillarbox.stores.buffer import AHEAD, OVERHEAD, RINGS, Buffer
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Decoder, Streamed
 from pillarbox.stores.slots import LARGE, SlotState
-from pillarbox.stores.stream import Facts, connection_info
+from pillarbox.stores.stream import Facts, Stream, connection_info
 from tests.relays import in_virtual_time
 
 TABLE, LANE, OTHER = 4711, LaneName(-5, 3), LaneName(1, 7)
@@ -392,6 +392,19 @@ def libpq() -> Any:
         each.close()
 
 
+async def test_rows_that_came_with_the_answer_are_taken_before_anything_is_waited_for(
+    libpq: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CONFIRM_SECONDS", 3600.0)
+    came = asyncio.Event()
+    message = b"w" + bytes(24) + b"row"
+    reading = asyncio.ensure_future(Stream(libpq(message), FACTS).read(lambda _: came.set(), lambda: None))
+    async with asyncio.timeout(10):
+        await came.wait()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_a_server_that_does_not_answer_is_not_waited_for(
     libpq: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,3 +412,20 @@ async def test_a_server_that_does_not_answer_is_not_waited_for(
     async with asyncio.timeout(10):
         with pytest.raises(ConnectionError, match="has not answered"):
             await streams._start(libpq(busy=True), "pillarbox", FACTS)
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("FATAL:  permission denied to start WAL sender", "needs REPLICATION"),
+        ("FATAL:  must be superuser or replication role to start walsender", "needs REPLICATION"),
+        ("ERROR:  permission denied to use replication slots", "needs REPLICATION"),
+        ("FATAL:  unsupported startup parameter: replication", "a direct connection"),
+        ("FATAL:  number of requested standby connections exceeds max_wal_senders (currently 10)", "; raise max_wal"),
+        ('ERROR:  replication slot "pillarbox" is active for PID 7', None),
+        ("terminating walsender process due to replication timeout", None),
+    ],
+)
+def test_what_a_server_says_comes_with_what_to_do(said: str, hint: str | None) -> None:
+    told = feeds._said(ConnectionError(said))
+    assert hint in told if hint else "REPLICATION" not in told

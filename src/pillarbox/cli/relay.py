@@ -102,7 +102,7 @@ def command(
         raise click.UsageError("A relay keeps to --shards or to --tenants: choose one.")
     settings = load_settings(config)
     said = {"source": source, "slot": slot}
-    options = settings.relay.model_dump() | {option: value for option, value in said.items() if value is not None}
+    chosen = settings.relay.model_dump() | {option: value for option, value in said.items() if value is not None}
 
     async def work() -> None:
         async with _opened(settings, box) as started:
@@ -110,7 +110,7 @@ def command(
             await _check_tenants(started, tenants)
             await _check_name(started, name)
             metrics = observe(started, settings, metrics=http is not None)
-            relay = started.relay(name=name, shards=shards and shards.some, tenants=tenants, **options)
+            relay = started.relay(name=name, shards=shards and shards.some, tenants=tenants, **chosen)
             if drain:
                 done = asdict(await relay.drain())
                 emit(

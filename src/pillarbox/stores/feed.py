@@ -300,7 +300,10 @@ def _said(error: BaseException) -> str:
 # What refuses a connection has no code, only words.
 _HINTS = (
     ("max_wal_senders", "; raise max_wal_senders"),
-    (r"(?i)wal ?sender|replication", "; the role of the relay needs REPLICATION, and a direct connection"),
+    (
+        r"(?i)start wal ?sender|replication role|use replication slots|parameter: replication",
+        "; the role of the relay needs REPLICATION, and a direct connection",
+    ),
 )
 
 

@@ -102,9 +102,15 @@ class Stream:
         """
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pg.socket, readable.set)
-        self._heard_at = loop.time()
+        self._heard_at = self._confirmed_at = loop.time()
         try:
             while True:
+                while self._take_some(take):  # some may have come with the answer that began the stream
+                    done()
+                    await asyncio.sleep(0)
+                done()
+                if loop.time() - self._confirmed_at > CONFIRM_SECONDS:
+                    self._confirm()
                 try:
                     async with asyncio.timeout(CONFIRM_SECONDS):
                         await readable.wait()
@@ -112,12 +118,6 @@ class Stream:
                     self._see_whether_it_lives()
                 readable.clear()
                 self._pg.consume_input()
-                while self._take_some(take):
-                    done()
-                    await asyncio.sleep(0)
-                done()
-                if loop.time() - self._confirmed_at > CONFIRM_SECONDS:
-                    self._confirm()
         finally:
             loop.remove_reader(self._pg.socket)
 
@@ -205,9 +205,7 @@ _FACTS = """
     SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text) AS server,
            CAST(current_setting('server_version_num') AS integer) AS version,
            CAST(to_regclass('pillarbox_outbox') AS oid) AS outbox, pg_is_in_recovery() AS standby,
-           current_setting('wal_level') AS wal_level, CAST(current_setting('max_wal_senders') AS integer) AS senders,
-           CAST(current_setting('max_replication_slots') AS integer) AS slots,
-           (SELECT count(*) FROM pg_replication_slots) AS used,
+           current_setting('wal_level') AS wal_level,
            CASE WHEN NOT pg_is_in_recovery() THEN CAST(pg_current_wal_flush_lsn() AS text) END AS position
 """
 
@@ -294,7 +292,7 @@ async def _make(
 
 
 _SLOT = """
-    SELECT plugin, database, database = current_database() AS here, temporary, active_pid, wal_status,
+    SELECT plugin, database = current_database() AS here, active_pid, wal_status,
            to_jsonb(s) ->> 'invalidation_reason' AS reason, to_jsonb(s) ->> 'failover' AS failover
     FROM pg_replication_slots s WHERE slot_name = '{}'
 """
