@@ -30,9 +30,9 @@ from pillarbox.stores import stream as streams
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.feed import Feed
-from pillarbox.stores.operations import Author
 from pillarbox.stores.pgoutput import COLUMNS, Streamed
 from pillarbox.stores.slots import SlotState
+from pillarbox.stores.trail import Author
 from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
