@@ -313,7 +313,7 @@ def unowned_lanes(connection: Connection) -> dict[str, int]:
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
     unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
     counted = select(routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id).group_by(routes.c.name)
-    return dict(connection.execute(counted).tuples().all())
+    return dict(connection.execute(counted).all())
 
 
 def backlog(connection: Connection) -> list[Backlog]:
