@@ -28,10 +28,15 @@ LIMIT_SECONDS = 1800
 MAX_SHOWN = 20
 
 TESTS = ("tests/conformance/test_outbox_store.py", "tests/integration", "tests/e2e/test_contract.py")
+NOWHERE = tuple(
+    f"--ignore=tests/integration/test_pulsar_{name}.py"
+    for name in ("admin", "security", "server", "subscriber", "transport")
+)
+"""What needs no database at all."""
 ELSEWHERE = (
+    *NOWHERE,
     "--ignore=tests/integration/test_embedded.py",
     "--ignore=tests/integration/test_pgbouncer.py",
-    "--ignore=tests/integration/test_pulsar_server.py",
     "--deselect=tests/e2e/test_contract.py::test_without_a_database_twice_in_a_row",
 )
 """What brings servers of its own, whatever the cell has."""
@@ -164,8 +169,8 @@ CELLS: dict[str, Cell] = {
             *("-k", "not mariadb and not mysql and not sqlite and not TestS02RowLevelSecurity and not test_h35"),
         ),
     ),
-    "sa20": Cell(with_sqlalchemy("sqlalchemy>=2.0,<2.1"), ("SQLAlchemy", "2.0.")),
-    "sa21": Cell(with_sqlalchemy("sqlalchemy>=2.1,<2.2"), ("SQLAlchemy", "2.1.")),
+    "sa20": Cell(with_sqlalchemy("sqlalchemy>=2.0,<2.1"), ("SQLAlchemy", "2.0."), (*TESTS, *NOWHERE)),
+    "sa21": Cell(with_sqlalchemy("sqlalchemy>=2.1,<2.2"), ("SQLAlchemy", "2.1."), (*TESTS, *NOWHERE)),
     "py311": Cell(with_python("3.11"), ("Python", "3.11.")),
     "pynewest": Cell(with_python(None), ("Python", "3.")),
 }
