@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
@@ -33,9 +34,8 @@ from sqlalchemy import (
     update,
 )
 
-from .. import clock
 from ..cursor import Cursor
-from ..errors import LeaseLostError
+from ..errors import LeaseLostError, StoreError
 from ..outbox import Announcement, Census, Key, Lane, LaneName, Shards, Status, Trouble
 from .announced import decode_detours
 from .append import route_record
@@ -45,7 +45,7 @@ from .turns import Turns
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
-_AGAIN = 0.02
+_FEW = 4
 _RELEASE_SECONDS = 0.5
 
 
@@ -88,30 +88,34 @@ class Leases(Turns):
         self.keep()
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
         renew = partial(_renew, relay=relay, alive=alive, troubles=troubles or {})
-        return await self._change_lanes(renew, lanes, lease / 10)
+        return await self._change_lanes(renew, lanes, lease / 5)
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
         try:
-            await self._change_lanes(partial(_release, relay=relay, leaving=leaving), lanes, _RELEASE_SECONDS)
+            done = await self._change_lanes(partial(_release, relay=relay, leaving=leaving), lanes, _RELEASE_SECONDS)
+            if locked := [str(lane) for lane in lanes if done.get(lane.name) is False]:
+                raise StoreError(f"somebody else has locked {', '.join(locked)}")
         finally:
             if leaving:
                 await self.let_go()
 
     async def _change_lanes(
-        self, change: Callable[[Connection, Sequence[Lane]], dict[LaneName, bool]], held: Sequence[Lane], seconds: float
+        self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float
     ) -> dict[LaneName, bool]:
-        """Change the rows of lanes, but wait for nobody who has locked one: that may be for long, and would cost us the
-        other lanes. One that is busy with a write of our own is free in a moment, so those come again for a while.
+        """Change the rows of lanes, first of those that nobody has locked: for somebody else it may be for long, and
+        waiting would cost us the other lanes. Then a few at a time are waited for, each time so long. A row that is
+        busy with a write of our own is free as soon as that has committed, and then it is our turn.
         """
-        until = clock.current().monotonic() + seconds
-        changed: dict[LaneName, bool] = {}
-        while True:
-            found = await self.change_apart(change, held)
-            changed |= {name: True for name, done in found.items() if done}
-            held = [lane for lane in held if found.get(lane.name) is False]
-            if not held or clock.current().monotonic() >= until:
-                return changed | {lane.name: False for lane in held}
-            await asyncio.sleep(_AGAIN)
+        done = await self.change_apart(change, held)
+        busy = [lane for lane in held if done.get(lane.name) is False]
+        # Only PostgreSQL hears of it when nobody waits for an answer any more. Elsewhere a statement that was given up
+        # waits on, and must have locked nothing else.
+        few = _FEW if self._engine.dialect.name == "postgresql" else 1
+        for first in range(0, len(busy), few):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    done |= await self.change_apart(partial(change, wait=True), busy[first : first + few])
+        return done
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
@@ -294,24 +298,27 @@ def _stay_alive(connection: Connection, relay: str, alive: Mapping[str, Any]) ->
 def _renew(
     connection: Connection,
     held: Sequence[Lane],
+    *,
     relay: str,
     alive: Mapping[str, Any],
     troubles: Mapping[LaneName, Trouble],
+    wait: bool = False,
 ) -> dict[LaneName, bool]:
-    _stay_alive(connection, relay, alive)
+    if not wait:
+        _stay_alive(connection, relay, alive)
     if not held:
         return {}
     ours = and_(lanes.c.locked_by == relay, _fence(held))
-    free = _unlocked(connection, ours)
+    free = _locked(connection, ours, wait)
     if free:
         connection.execute(update(lanes).where(among(lanes, free)).values(locked_until=alive["expires_at"]))
     _record_troubles(connection, free, troubles)
     return _outcome(connection, ours, held, free)
 
 
-def _unlocked(connection: Connection, ours: ColumnElement[bool]) -> dict[LaneName, str | None]:
-    """Lanes whose rows nobody else has locked, with what troubles them; we have them locked now."""
-    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=True)
+def _locked(connection: Connection, ours: ColumnElement[bool], wait: bool) -> dict[LaneName, str | None]:
+    """Lanes whose rows we have locked now, with what troubles them: those that nobody else has, or all of them."""
+    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=not wait)
     return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
 
 
@@ -340,14 +347,16 @@ def _record_troubles(
             )
 
 
-def _release(connection: Connection, held: Sequence[Lane], relay: str, leaving: bool) -> dict[LaneName, bool]:
-    if leaving:
+def _release(
+    connection: Connection, held: Sequence[Lane], *, relay: str, leaving: bool, wait: bool = False
+) -> dict[LaneName, bool]:
+    if leaving and not wait:
         connection.execute(delete(relays).where(relays.c.name == relay))
         _forget_the_dead(connection)
     if not held:
         return {}
     ours = _fence(held)
-    free = _unlocked(connection, ours)
+    free = _locked(connection, ours, wait)
     if free:
         connection.execute(
             update(lanes)

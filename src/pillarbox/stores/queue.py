@@ -13,6 +13,7 @@ The statements of every turn are in `stores.turn`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -26,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import StoreError
 from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Shards, Status, digest
+from ..redaction import redacted
 from . import turn
 from .announced import refuse_detours
 from .append import Appender
@@ -33,6 +35,8 @@ from .columns import from_now
 from .leases import Leases, among, fenced, is_, lease_lost, stored, with_keys
 from .statement import DirectStatement
 from .tables import outbox, requests
+
+logger = logging.getLogger("pillarbox")
 
 _OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
 _KEYS_AT_ONCE = 10_000
@@ -53,14 +57,17 @@ class QueueStore(Appender, Leases):
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
         taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
-        try:
-            for lane in taken:
-                if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
+        unready: list[Lane] = []
+        for lane in taken:
+            if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
+                try:
                     await self.all_or_nothing(self.free_parked, lane)
-        except Exception:
-            await self.release(relay, taken)
-            raise
-        return taken
+                except Exception as error:
+                    logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
+                    unready.append(lane)
+        if unready:
+            await self.release(relay, unready)
+        return [lane for lane in taken if lane not in unready]
 
     def free_parked(self, connection: Connection, lane: Lane) -> None:
         """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what
