@@ -37,7 +37,7 @@ def slow(self):
     open("whole", "w").close()
     while not os.path.exists("go"):
         time.sleep(0.01)
-    finish(self)
+    return finish(self)
 a.Writer.finish = slow
 """
 
@@ -324,7 +324,7 @@ def behind(*given):
 def late(self):
     pathlib.Path("go").touch()
     others[0].wait()
-    finish(self)
+    return finish(self)
 a.header, a.Writer.finish = behind, late
 """
         done = pillarbox.python(second, *wanted, code=Exit.PROBLEM)
@@ -342,9 +342,10 @@ a.header, a.Writer.finish = behind, late
 import pathlib, pillarbox.stores.archive as a
 finish = a.Writer.finish
 def spoilt(self):
-    finish(self)
+    named = finish(self)
     lines = pathlib.Path("old.jsonl").read_bytes().splitlines(keepends=True)
     pathlib.Path("old.jsonl").write_bytes(b"".join(lines[:-1]))
+    return named
 a.Writer.finish = spoilt
 """
         wanted = ["outbox", "archive", *WEEK, "--yes", "--to", "old.jsonl"]

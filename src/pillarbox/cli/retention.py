@@ -433,14 +433,14 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
             return False
         work.details["sha256"] = writer.close().trailer.sha256
         work.audit = await work.transaction(_begin, work, writer.count, before)
-        try:
-            writer.finish()
-        except StoreError:
-            await work.transaction(partial(work.note, done=0, withdrawn=True))
-            raise
+        named = writer.finish()
     except BaseException:
         writer.discard()
         raise
+    if not named:
+        writer.discard()
+        await work.transaction(partial(work.note, done=0, withdrawn=True))
+        raise StoreError(f"{writer.path} has come into being meanwhile: choose another name")
     return True
 
 

@@ -257,13 +257,13 @@ class Writer:
             raise StoreError(f"{self._partial} is not what was written: see the disk")
         return found
 
-    def finish(self) -> None:
-        """Give the file its name. `StoreError` if another one has it by now."""
+    def finish(self) -> bool:
+        """Give the file its name. False if another one has it by now."""
         with self._writing():
             try:
                 os.link(self._partial, self.path)  # a rename would replace what is there
-            except FileExistsError as error:
-                raise StoreError(f"{self.path} has come into being meanwhile: choose another name") from error
+            except FileExistsError:
+                return False
             self._partial.unlink()
             self._files.close()
             folder = os.open(self.path.parent, os.O_RDONLY)
@@ -271,6 +271,7 @@ class Writer:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+        return True
 
     def discard(self) -> None:
         """Leave nothing behind."""
