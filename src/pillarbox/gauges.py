@@ -1,7 +1,7 @@
 """What a box shows when somebody looks: its relays, from memory, and its backlog, from the database.
 
 The database is asked when metrics are scraped, and not again for some seconds; the slower it answers a question, the
-more seldom it is asked that, so that this never takes more than a twentieth of its time. After a failure it is asked
+more seldom it is asked that, so that no question takes more than a twentieth of its time. After a failure it is asked
 again sooner: people look for what is missing then.
 """
 
@@ -47,10 +47,10 @@ class Gauges:
         self._engine = engine
         self._relays = relays
         self._questions = [
-            Question("how much is pending", _backlog),
             Question("which lanes nobody holds", _unowned),
             Question("what is kept for replication slots", _slots),
             Question("which letters are open", _letters),
+            Question("how much is pending", _backlog),
         ]
 
     def samples(self) -> Iterable[Sample]:
@@ -63,8 +63,8 @@ class Gauges:
         # An in-memory SQLite has one connection: to give it back would undo what somebody else does on it.
         if engine is None or isinstance(engine.pool, StaticPool):
             return []
-        answers = await asyncio.gather(*(question.asked(engine) for question in self._questions))
-        return [sample for answer in answers for sample in answer]
+        # One after the other: whoever looks takes no more than one connection from those who work.
+        return [sample for question in self._questions for sample in await question.asked(engine)]
 
 
 class Question:

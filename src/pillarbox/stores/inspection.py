@@ -321,6 +321,7 @@ def backlog(connection: Connection) -> list[Backlog]:
     PostgreSQL, where counting takes longest, it stops at `COUNTED` in each lane and status.
     """
     do_not_compile(connection)
+    lead_to_indexes(connection)
     bounded = connection.dialect.name == "postgresql"
     counted = union_all(*(_counted(status, bounded) for status in (Status.PENDING, *_AFTER_FAILURE)))
     pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, datetime]]()
@@ -372,6 +373,14 @@ def _counted(status: Status, bounded: bool) -> Select[Any]:
 
 def _amount(rows: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
     return func.count().label("amount"), func.min(rows.c.id).label("first")
+
+
+def lead_to_indexes(connection: Connection) -> None:
+    """A limit makes PostgreSQL hope that it comes soon to what it looks for, and read the whole outbox for each lane.
+    For this transaction.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
 
 
 def do_not_compile(connection: Connection) -> None:
