@@ -44,6 +44,8 @@ class Detours:
         self._stuck: set[str] = set()
         """Those that have something and may not send it now."""
         self._empty_since: dict[str, float] = {}
+        self.flood: set[str] = set()
+        """Tenants that flood the lane, by the full pages of late."""
         self._pages = 0
         self._taken: Counter[str | None] = Counter()
         """What each tenant has of these pages."""
@@ -65,20 +67,19 @@ class Detours:
         alone = clock.current().monotonic() - self._company_at > _COMPANY_SECONDS
         return limit if alone else max(1, limit // _QUANTUM)
 
-    def floods(self, rows: Sequence[Row]) -> set[str]:
-        """The tenants that flood the lane, by this full page and those before it."""
+    def count(self, rows: Sequence[Row]) -> None:
+        """A full page was sent."""
         self._pages += 1
         self._taken.update([row.tenant for row in rows])
-        if self._pages < FLOOD_PAGES:
-            return set()
-        share = FLOOD_SHARE * self._taken.total()
-        flood = {tenant for tenant, taken in self._taken.items() if tenant is not None and taken > share}
-        self.caught_up()
-        return flood
+        if self._pages >= FLOOD_PAGES:
+            share = FLOOD_SHARE * self._taken.total()
+            flood = {tenant for tenant, taken in self._taken.items() if tenant is not None and taken > share}
+            self.caught_up()
+            self.flood = flood
 
     def caught_up(self) -> None:
         """Nobody waits behind a flood: it is counted anew."""
-        self._pages = 0
+        self._pages, self.flood = 0, set()
         self._taken.clear()
 
     def moved_on(self, detours: Iterable[str], company: bool) -> None:

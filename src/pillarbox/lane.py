@@ -157,7 +157,8 @@ class LaneWorker:
                 self._detours.revive()
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
             if not await self.turn() and not await self._hears_more():
-                await self._settle()
+                if await self._settle() and self.lane.waiting:
+                    continue  # what was behind those rows may be due now
                 self.idle = True
                 self._changed()
                 await self._bell.wait()
@@ -194,10 +195,12 @@ class LaneWorker:
         """Let go of the transport: whoever owns the lane now may need the producer's name."""
         await self._publisher.close(self._producer)
 
-    async def _settle(self) -> None:
-        if self.lane.announced is not None and self._stored:
-            self._check_lease()
-            self.lane = await self._store.settle(self.lane)
+    async def _settle(self) -> bool:
+        if self.lane.announced is None or not self._stored:
+            return False
+        self._check_lease()
+        self.lane = await self._store.settle(self.lane)
+        return True
 
     async def turn(self) -> bool:
         """Read, announce, send: what the lane has, then what one of its detours has. False if there is nothing more to
@@ -247,8 +250,10 @@ class LaneWorker:
         more = found and self._may_be_more(page, plan, limit)
         if detour is not None:
             self._detours.served(detour, more=more, stuck=plan.cut or bool(page.held))
-        elif found and self.lane.detours:
-            self._detours.moved_on(self.lane.detours, company=bool(page.fresh))
+        elif self.lane.detours is not None:
+            self._watch_for_floods(page, plan, limit)
+            if found and self.lane.detours:
+                self._detours.moved_on(self.lane.detours, company=bool(page.fresh))
         return more
 
     async def _carry_out(self, plan: _Plan, page: Page) -> None:
@@ -279,12 +284,18 @@ class LaneWorker:
         if self.lane.detours is None:
             return set()
         slow = {row.tenant for row in page.fresh if row.tenant is not None and row.tenant in self.pace.tenant_rates}
-        flood: Collection[str] = ()
-        if page.fresh and self._is_full(page, limit):
-            flood = self._detours.floods(page.fresh)
+        flood = self._detours.flood if self._is_full(page, limit) else ()
+        return {*page.held, *slow, *flood}
+
+    def _watch_for_floods(self, page: Page, plan: _Plan, limit: int) -> None:
+        """By pages that were sent. In a lane that has a rate everybody waits for that, and a detour would wait for all
+        others.
+        """
+        if page.fresh and self._is_full(page, limit) and self.pace.rate is None:
+            if not plan.cut:  # else it will be read again
+                self._detours.count(page.fresh)
         elif not page.passed:
             self._detours.caught_up()
-        return {*page.held, *slow, *flood}
 
     async def _part(self, tenants: Collection[str]) -> None:
         await self._settle()
@@ -346,6 +357,7 @@ class LaneWorker:
         """Nothing goes to topics that reject everything, but for one row now and then; what is behind waits."""
         kept: list[Row] = []
         held: set[Key] = set()
+        stops: dict[str, Place] = {}
         probed: set[str] = set()
         for row in items:
             if row.order_key in held:
@@ -353,12 +365,13 @@ class LaneWorker:
             place = blocked.get(row.topic)
             if place is not None:
                 held.add(row.order_key)
+                stops[row.topic] = place
                 if row.topic in probed or not self._suspicion.may_probe(place):
                     continue
                 probed.add(row.topic)
             kept.append(row)
-        if held:
-            place = min(blocked.values(), key=attrgetter("next_probe"))
+        if stops:
+            place = min(stops.values(), key=attrgetter("next_probe"))
             wait = max(0.0, place.next_probe - clock.current().monotonic())
             self.trouble = Trouble(f"{' '.join(place.name)} rejects everything: {place.reason}", wait)
             self._ring_after(wait)

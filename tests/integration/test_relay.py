@@ -13,19 +13,25 @@ import pytest
 from sqlalchemy import Connection, event, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from pillarbox import Pillarbox, RetryPolicy, Route
-from pillarbox.outbox import Status
+from pillarbox import Pillarbox, RetryPolicy, Route, clock
+from pillarbox.fairness import Pace
+from pillarbox.lane import LaneWorker
+from pillarbox.outbox import Batch, Failure, Status
 from pillarbox.relay import Relay
+from pillarbox.report import Counts
 from pillarbox.stores import operations
 from pillarbox.stores.inspection import Filter, deliveries, deliveries_of
 from pillarbox.stores.operations import Action, Change, Handle, Run, Selection, Tenant
 from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
 from pillarbox.stores.trail import Author
+from pillarbox.suspicion import Suspicion
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
+from tests.copies import TOPIC as COPIES
+from tests.copies import outbox
 from tests.domain import Order, set_up, written
-from tests.relays import Line, running, soon
+from tests.relays import Line, half, running, soon
 from tests.servers import Database, Postgres
 
 TOPIC = "tests.order.events"
@@ -350,3 +356,32 @@ async def test_w7_a_commit_of_this_process_is_sent_without_waiting_for_a_look(bo
 def _without_looking(relay: Relay) -> Relay:
     relay._keep_looking = asyncio.Event.wait  # type: ignore[method-assign, assignment]
     return relay
+
+
+async def test_a_key_with_many_parked_events_goes_on_without_a_pause(postgres_database: Database) -> None:
+    """Its rows go a batch at a time, and the first of those behind them is due only when they are settled."""
+    async with outbox(postgres_database.url()) as here:
+        await here.set_up()
+        await here.write(" ".join(f"a{number}" for number in range(1, 31)))
+        lane = await here.take(lease=60)
+        page, _ = await here.look(lane)
+        first, *behind = [row.id for row in page.fresh]
+        failed = Batch(failures=[Failure(first, 0, None, 0.0)], parked=behind, cursor=page.cursor)
+        broker = MemoryTransport()
+        worker = LaneWorker(
+            await here.store.announce(lane, failed, settle=False),
+            here.store,
+            broker,
+            producer="p",
+            deadline=clock.current().monotonic() + 60,
+            suspicion=Suspicion(half),
+            counts=Counts(),
+            draw=half,
+            changed=lambda: None,
+        )
+        worker.pace = Pace(batch=5)
+        working = asyncio.create_task(worker.run())
+        await broker.received(COPIES, 30)
+        worker.stop()
+        await working
+        assert [message.body.decode() for message in broker.sent(COPIES)] == [f"a{number}" for number in range(1, 31)]

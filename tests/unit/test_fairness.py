@@ -132,6 +132,22 @@ async def test_h47_a_tenant_that_floods_its_lane_among_neighbours_does_not_hold_
 
 
 @in_virtual_time
+async def test_nobody_floods_a_lane_that_has_a_rate() -> None:
+    """All wait for that; a detour would get what the others leave of it, which is nothing."""
+    world = World(kind=MemoryLogStore)
+    name = (await world.take("nobody", lease=0.001)).name
+    world.store.set_rate(10, lane=name)
+    for number in range(1, 41):
+        world.write(f"a{number} b{number} c{number}", tenant="one")
+        world.write(f"d{number}", tenant="two")
+    async with running(world.relay(pacing={"batch": 5})):
+        await world.received(100)
+        lane = next(iter(world.store._lanes.values()))
+        assert not lane.detours
+    assert 20 <= len(of("d", world.sent).split()) <= 30
+
+
+@in_virtual_time
 async def test_events_of_nobody_in_particular_are_no_flood() -> None:
     world = World(kind=MemoryLogStore)
     world.write(numbered("a", 200))

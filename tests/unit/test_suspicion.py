@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from string import ascii_lowercase
+from typing import Any
 from uuid import UUID
 
 import pytest
 
 from pillarbox import clock
-from pillarbox.outbox import Key, Lane, RouteRecord, Row, Status
+from pillarbox.outbox import Key, Lane, Page, RouteRecord, Row, Status
 from pillarbox.retry import RetryPolicy
 from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.suspicion import FEW_KEYS, MANY_KEYS, Suspicion
@@ -144,6 +145,28 @@ class TestLanes:
         for request in world.broker.requests[1:]:
             topics = [event < "k" for event in request.split()]
             assert len(topics) == len({*topics}), world.broker.requests
+
+    @in_virtual_time
+    async def test_a_lane_rests_though_a_topic_that_has_nothing_due_could_be_asked(self) -> None:
+        world = World(shards=1)
+        world.broker.reject(lambda message: message.topic != TOPIC)
+        world.write("a1 b1 c1", topic="forbidden")
+        world.write("k1 l1 m1", topic="unknown")
+        polls = 0
+        poll = world.store.poll
+
+        async def counted(*args: Any, **kwargs: Any) -> Page:
+            nonlocal polls
+            polls += 1
+            return await poll(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.store, "poll", counted)
+            async with running(world.relay()):
+                await asyncio.sleep(1)
+                world.write("n1 o1 p1 q1", topic="unknown")
+                await asyncio.sleep(30)
+        assert polls < 200
 
     @in_virtual_time
     async def test_h112_a_detour_goes_on_while_failed_events_wait_for_their_topic(self) -> None:

@@ -106,7 +106,14 @@ def command(
     """
     settings = load_settings(config)
     plan = run(ask(settings, lambda it: partitions.plan(it, ahead=ahead)))
-    report: dict[str, Any] = {**asdict(plan), "made": [], "notes": _taken(plan), "audit": None, "dry_run": dry_run}
+    report: dict[str, Any] = {
+        **asdict(plan),
+        "made": [],
+        "left": [],
+        "notes": _taken(plan),
+        "audit": None,
+        "dry_run": dry_run,
+    }
     if not dry_run and not (plan.partitioned and not plan.days):
         if not plan.partitioned:
             confirm(f"keep the outbox in daily partitions: {_planned(plan)}", yes=yes)

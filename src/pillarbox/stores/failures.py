@@ -144,7 +144,9 @@ class Failures:
         return replace(lane, waiting=frozenset(waiting))
 
     def _failed(self, rows: Iterable[int]) -> dict[int, _Failed]:
-        found = self._connection.execute(sql.FAILURES, {**self._place, "ids": sorted({*rows})})
+        if not (ids := sorted({*rows})):
+            return {}
+        found = self._connection.execute(sql.FAILURES, {**self._place, "ids": ids})
         return {
             row: _Failed(Status(status), attempts, Key(tenant, key)) for row, status, attempts, tenant, key in found
         }
