@@ -6,10 +6,9 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
@@ -33,6 +32,7 @@ from sqlalchemy import (
     tuple_,
     update,
 )
+from sqlalchemy.exc import DBAPIError
 
 from ..cursor import Cursor
 from ..errors import LeaseLostError, StoreError
@@ -108,13 +108,12 @@ class Leases(Turns):
         """
         done = await self.change_apart(change, held)
         busy = [lane for lane in held if done.get(lane.name) is False]
-        # Only PostgreSQL hears of it when nobody waits for an answer any more. Elsewhere a statement that was given up
-        # waits on, and must have locked nothing else.
-        few = _FEW if self._engine.dialect.name == "postgresql" else 1
-        for first in range(0, len(busy), few):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    done |= await self.change_apart(partial(change, wait=True), busy[first : first + few])
+        for first in range(0, len(busy), _FEW):
+            try:
+                done |= await self.change_apart(partial(change, wait=seconds), busy[first : first + _FEW])
+            except DBAPIError as error:
+                if error.connection_invalidated:
+                    raise
         return done
 
 
@@ -302,9 +301,9 @@ def _renew(
     relay: str,
     alive: Mapping[str, Any],
     troubles: Mapping[LaneName, Trouble],
-    wait: bool = False,
+    wait: float | None = None,
 ) -> dict[LaneName, bool]:
-    if not wait:
+    if wait is None:
         _stay_alive(connection, relay, alive)
     if not held:
         return {}
@@ -316,10 +315,27 @@ def _renew(
     return _outcome(connection, ours, held, free)
 
 
-def _locked(connection: Connection, ours: ColumnElement[bool], wait: bool) -> dict[LaneName, str | None]:
+def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | None) -> dict[LaneName, str | None]:
     """Lanes whose rows we have locked now, with what troubles them: those that nobody else has, or all of them."""
-    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=not wait)
-    return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
+    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=wait is None)
+    with _waiting(connection, wait):
+        return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
+
+
+@contextmanager
+def _waiting(connection: Connection, seconds: float | None) -> Iterator[None]:
+    """Wait for locks no longer than so long. The server itself gives up: a statement that we gave up would wait on."""
+    dialect = None if seconds is None else connection.dialect.name
+    if dialect == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(1000 * (seconds or 0)))}")
+    if dialect not in ("mysql", "mariadb"):
+        yield
+        return
+    connection.exec_driver_sql(f"SET innodb_lock_wait_timeout = {max(1, round(seconds or 0))}")
+    try:
+        yield
+    finally:
+        connection.exec_driver_sql("SET innodb_lock_wait_timeout = DEFAULT")
 
 
 def _outcome(
@@ -348,9 +364,9 @@ def _record_troubles(
 
 
 def _release(
-    connection: Connection, held: Sequence[Lane], *, relay: str, leaving: bool, wait: bool = False
+    connection: Connection, held: Sequence[Lane], *, relay: str, leaving: bool, wait: float | None = None
 ) -> dict[LaneName, bool]:
-    if leaving and not wait:
+    if leaving and wait is None:
         connection.execute(delete(relays).where(relays.c.name == relay))
         _forget_the_dead(connection)
     if not held:
