@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from . import clock
-from .errors import LaneHaltedError, LeaseLostError
+from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from .fairness import Detours, Pace, Rates
 from .numbering import PARTITIONS, Numbering
 from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
@@ -621,7 +621,7 @@ class LaneWorker:
     async def _recover(self, accepted: Collection[int]) -> tuple[list[_Item] | None, Outcome | None]:
         """What is left of the announced batch: rebuilt, without what is known to be stored."""
         self._check_lease()
-        items = [item for item in await self._store.rebuild(self.lane) if item[0] not in accepted]
+        items = await self._left(accepted)
         if not self._publisher.capabilities.numbered or not items:
             return items, None
         try:
@@ -640,6 +640,15 @@ class LaneWorker:
             if outcome is not None:
                 return None, outcome
         return items, None
+
+    async def _left(self, accepted: Collection[int]) -> list[_Item]:
+        """What of the announced batch is not known to be stored."""
+        try:
+            return [item for item in await self._store.rebuild(self.lane) if item[0] not in accepted]
+        except BatchMismatchError:
+            # Its next owner may have settled it. Then the lane is lost, and nothing is wrong with it.
+            await self._store.amend(self.lane, ())
+            raise
 
     async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
         """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""
@@ -734,8 +743,7 @@ class LaneWorker:
         if not accepted or self._publisher.capabilities.numbered:
             return
         self._check_lease()
-        left = [row for number, row in await self._store.rebuild(self.lane) if number not in accepted]
-        again = [Failure(row.id, row.attempts, None, 0.0) for row in left]
+        again = [Failure(row.id, row.attempts, None, 0.0) for _, row in await self._left(accepted)]
         self.lane = await self._store.amend(self.lane, again)
         self._stored = True
 

@@ -15,7 +15,7 @@ from pillarbox import clock
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LARGE
-from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Status
+from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Row, Status
 from pillarbox.stores.memory import MemoryStore
 from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
@@ -532,6 +532,24 @@ class TestRecovery:
             await until(lambda: world.statuses(Status.SENT) == "a1 b1 a2 b2")
         assert world.sent == "a1 a2"
         assert [message.body for message in world.broker.sent("others")] == [b"b1", b"b2"]
+
+
+class Settled(MemoryStore):
+    """Somebody takes the lane over and settles its batch while it is read again."""
+
+    async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
+        self._lanes[lane.name].epoch += 1
+        raise BatchMismatchError("it had 2 rows and has 0 now")
+
+
+@in_virtual_time
+async def test_h32_a_batch_that_its_next_owner_has_settled_is_no_reason_to_halt() -> None:
+    world = World(kind=Settled)
+    world.write("a1 a2")
+    lane = await world.take()
+    announced = await world.store.announce(lane, Batch(items=[1, 2]), settle=False)
+    with pytest.raises(LeaseLostError):
+        await world.worker(announced).run()
 
 
 class TestDeadlyBatches:
