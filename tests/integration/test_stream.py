@@ -356,7 +356,7 @@ async def test_h58_a_slot_that_is_dropped_under_load_loses_nothing(
         await writing
         await shop.complete()
         await soon(lambda: relay.status()["stream"] == "up")
-    assert drops > 1
+    assert drops
     assert said("stream.down") != []
     assert said("stream.up") != []
     assert bool(said("stream.slot_lost")) == (slot is not None)
