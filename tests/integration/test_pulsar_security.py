@@ -73,6 +73,7 @@ class Authority:
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, basic: x509.BasicConstraints
     ) -> x509.Certificate:
         now = datetime.now(UTC)
+        authority = self._key.public_key()
         here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         return (
             x509.CertificateBuilder()
@@ -83,9 +84,24 @@ class Authority:
             .not_valid_before(now - timedelta(days=1))
             .not_valid_after(now + timedelta(days=2))
             .add_extension(basic, critical=True)
+            .add_extension(_usage(basic.ca), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
             .add_extension(here, critical=False)
             .sign(self._key, hashes.SHA256())
         )
+
+
+def _usage(authority: bool) -> x509.KeyUsage:
+    """Python 3.13 insists on it, and on the identifiers of keys."""
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        decipher_only=False,
+        **dict.fromkeys(others, False),
+    )
 
 
 @dataclass
