@@ -109,11 +109,14 @@ class Leases(Turns):
         done = await self.change_apart(change, held)
         busy = [lane for lane in held if done.get(lane.name) is False]
         for first in range(0, len(busy), _FEW):
+            few = busy[first : first + _FEW]
             try:
-                done |= await self.change_apart(partial(change, wait=seconds), busy[first : first + _FEW])
+                found = await self.change_apart(partial(change, wait=seconds), few)
             except DBAPIError as error:
                 if error.connection_invalidated:
                     raise
+            else:  # one that is not among them has got another owner
+                done = {name: it for name, it in done.items() if name not in {lane.name for lane in few}} | found
         return done
 
 
