@@ -56,6 +56,13 @@ class Unready(LogStore):
         raise StoreError("the database is busy")
 
 
+class Stuck(Unready):
+    """Nor let go of them."""
+
+    async def release(self, *_: object, **__: object) -> None:
+        raise StoreError("somebody else has locked them")
+
+
 async def test_h45_lanes_that_could_not_be_made_ready_are_free_at_once(
     postgres_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +81,8 @@ async def test_h45_lanes_that_could_not_be_made_ready_are_free_at_once(
         await connection.run_sync(store.register, [replace(ROUTE, on_failure=FailurePolicy.SKIP)])
     assert await Unready(engine).take("r", lease=60, wanted={ROUTE.id: 1}) == []
     assert "cannot be made ready, and is left: the database is busy" in caplog.text
+    others = await Stuck(engine).take("r", lease=0.001, wanted={ROUTE.id: 2})
+    assert [lane.shard for lane in others] == [1], "what can be had is had"
     [lane] = await store.take("another", lease=60, wanted={ROUTE.id: 1}, shards={ROUTE.id: [0]})
     assert [row.id for row in (await store.poll(lane, limit=10)).redo] == [behind]
     await engine.dispose()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -66,7 +67,8 @@ class QueueStore(Appender, Leases):
                     logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
                     unready.append(lane)
         if unready:
-            await self.release(relay, unready)
+            with suppress(Exception):  # else they wait until their leases end, and the others must not
+                await self.release(relay, unready)
         return [lane for lane in taken if lane not in unready]
 
     def free_parked(self, connection: Connection, lane: Lane) -> None:
