@@ -47,6 +47,24 @@ class _Open:
         self.unknown = False
         """Whether COMMIT was not answered."""
 
+    async def answered(self, commit: Callable[[Any], None], dbapi_connection: Any) -> None:
+        """Run COMMIT until it is answered. A first cancellation waits until the session knows what it has done and has
+        cleaned up; a second one gives up.
+        """
+        sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
+        task = asyncio.current_task()
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            if task is None or sending.cancelled():
+                raise
+            task.uncancel()
+            try:
+                await sending
+            finally:
+                if not sending.cancelled():
+                    self.held_back = task
+
 
 _open: dict[int, _Open] = {}
 """By the identity of the connection that will send COMMIT."""
@@ -87,7 +105,9 @@ def guard_commits(engine: Engine) -> None:
     def do_commit(dbapi_connection: Any) -> None:
         try:
             if dialect.is_async and not _uninterrupted.get():
-                await_only(_to_the_end(plain_commit, dbapi_connection))
+                ours = _open.get(id(dbapi_connection))
+                answered = uninterrupted if ours is None else ours.answered
+                await_only(answered(plain_commit, dbapi_connection))
             else:
                 plain_commit(dbapi_connection)
         except Exception as error:
@@ -185,29 +205,3 @@ async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
             task.cancel()
             raise
         raise cancelled from (None if task.cancelled() else task.exception())
-
-
-async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
-    """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one gives up."""
-    sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
-    task = asyncio.current_task()
-    try:
-        await asyncio.shield(sending)
-    except asyncio.CancelledError:
-        if task is None or sending.cancelled():
-            raise
-        task.uncancel()
-        try:
-            await sending
-        finally:
-            if not sending.cancelled():
-                _hold_back(task, dbapi_connection)
-
-
-def _hold_back(task: asyncio.Task[object], connection: object) -> None:
-    """Ask again for the cancellation, when the session knows what it has done and has cleaned up."""
-    transaction = _open.get(id(connection))
-    if transaction is not None:
-        transaction.held_back = task
-    else:
-        task.cancel()

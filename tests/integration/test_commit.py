@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from uuid import uuid4
 
 import pytest
@@ -14,6 +14,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from pillarbox import CommitOutcomeUnknown, Pillarbox
 from pillarbox.commit import GUARDED, guard_commits, was_answered
@@ -251,18 +252,30 @@ class TestCancellation:
             sending, go_on = asyncio.Event(), asyncio.Event()
             _slow_commit(box.engine.sync_engine, sending, go_on)
 
-            async def release() -> None:
-                await sending.wait()
-                limit.reschedule(asyncio.get_running_loop().time() - 1)
-                await asyncio.get_running_loop().create_task(_turns(3))
-                go_on.set()
-
-            helper = asyncio.create_task(release())
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(60) as limit, box.unit_of_work() as uow:
+                async with _over_during_commit(sending, go_on), box.unit_of_work() as uow:
                     uow.publish(OrderNoted(note="in flight"), key="k")
-            await helper
             assert await written(box.engine) == ["noted"]
+
+    async def test_h11_a_time_limit_that_ends_during_a_commit_ends_with_its_block(
+        self, postgres_database: Database
+    ) -> None:
+        """A transaction without events, in one greenlet: nothing is awaited between its COMMIT and the end of it."""
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, go_on = asyncio.Event(), asyncio.Event()
+            _slow_commit(box.engine.sync_engine, sending, go_on)
+
+            def work() -> None:
+                with box.engine.sync_engine.begin() as connection:
+                    connection.exec_driver_sql("CREATE TABLE made (id integer)")
+
+            with pytest.raises(TimeoutError):
+                async with _over_during_commit(sending, go_on):
+                    await greenlet_spawn(work)
+            await _turns(3)  # nothing is left of the cancellation
+            async with box.engine.connect() as connection:
+                assert (await connection.exec_driver_sql("SELECT count(*) FROM made")).scalar() == 0
 
     @pytest.mark.parametrize("times", [1, 2, 3])
     async def test_h92_cancelled_again_and_again_leaves_no_open_transaction(
@@ -293,8 +306,6 @@ class TestCancellation:
 
 def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -> None:
     """COMMIT says when it is about to be sent and waits for a sign."""
-    from sqlalchemy.util import await_only
-
     dialect = engine.dialect
     guarded = dialect.do_commit
     plain = type(dialect).do_commit
@@ -309,6 +320,24 @@ def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -
     delattr(dialect, GUARDED)
     guard_commits(engine)
     assert dialect.do_commit is not guarded
+
+
+@asynccontextmanager
+async def _over_during_commit(sending: asyncio.Event, go_on: asyncio.Event) -> AsyncIterator[None]:
+    """A time limit that ends while COMMIT is on its way."""
+
+    async def end() -> None:
+        await sending.wait()
+        limit.reschedule(asyncio.get_running_loop().time() - 1)
+        await asyncio.get_running_loop().create_task(_turns(3))
+        go_on.set()
+
+    ending = asyncio.create_task(end())
+    try:
+        async with asyncio.timeout(60) as limit:
+            yield
+    finally:
+        await ending
 
 
 async def _turns(count: int) -> None:
