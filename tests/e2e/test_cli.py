@@ -566,6 +566,7 @@ class TestOutbox:
         first = pillarbox.json("outbox", "list", "--limit", "4")
         assert first["next"] == everything[3]["id"]
         second = pillarbox.json("outbox", "list", "--limit", "4", "--after", str(first["next"]))
+        assert "--after" in pillarbox.complaint("outbox", "list", "--after", str(2**63), code=Exit.USAGE)
         assert second["next"] is None
         assert first["deliveries"] + second["deliveries"] == everything
         assert f"there are more: --after {first['next']}" in pillarbox("outbox", "list", "--limit", "4").stdout

@@ -47,7 +47,7 @@ class TestPartition:
     def test_a_dry_run_then_the_real_one_then_nothing(self, pillarbox: CommandLine, filled: Database) -> None:
         last = TODAY + timedelta(days=3)
         planned = pillarbox("outbox", "partition", "--ahead", "3", "--dry-run").stdout.splitlines()
-        assert planned[0].endswith(f"3 days ({TODAY + timedelta(days=1)} to {last}) made; nothing was done")
+        assert planned[0].endswith(f"3 days ({TODAY + timedelta(days=1)} to {last}) to be made; nothing was done")
         assert planned[1] == f"{TODAY}: the default partition has rows of this day, and keeps it"
         assert "say --yes" in pillarbox.complaint("outbox", "partition", "--ahead", "3", code=Exit.USAGE)
         done = pillarbox.json("outbox", "partition", "--ahead", "3", "--yes", "--by", "ben", "--reason", "room")

@@ -370,9 +370,19 @@ a.Writer.finish = spoilt
         assert rows(old) == 0
 
     @on_sqlite
-    def test_a_folder_that_is_not_there(self, pillarbox: CommandLine, old: Database) -> None:
-        said = pillarbox.complaint("outbox", "archive", *WEEK, "--to", "no/old.jsonl", "--yes", code=Exit.PROBLEM)
-        assert "No such file or directory" in said
+    @pytest.mark.parametrize(
+        ("target", "complaint"),
+        [
+            ("no/old.jsonl", "no is no folder"),
+            ("table:Old", "'Old' cannot be the name of an archive: use a-z, 0-9 and _"),
+            ("table:outbox_events", "it is one of the outbox's own"),
+        ],
+    )
+    @pytest.mark.parametrize("how", ["--dry-run", "--yes"])
+    def test_a_target_that_cannot_be(
+        self, pillarbox: CommandLine, old: Database, target: str, complaint: str, how: str
+    ) -> None:
+        assert complaint in pillarbox.complaint("outbox", "archive", *WEEK, "--to", target, how, code=Exit.PROBLEM)
         assert rows(old) == 6
 
     @on_sqlite

@@ -665,4 +665,5 @@ def test_h57_doctor_names_a_slot_that_nobody_reads_or_nothing_bounds(logical: To
 
 
 def test_a_slot_without_a_stream_is_a_mistake(logical: Town) -> None:
-    assert "alone has a slot" in logical.complaint("shop:box", "--slot", "pillarbox_e2e", code=Exit.SETTINGS)
+    said = logical.complaint("shop:box", "--slot", "pillarbox_e2e", code=Exit.USAGE)
+    assert "--slot is for a relay that reads a stream: say --source cdc, too" in said

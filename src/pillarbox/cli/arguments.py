@@ -38,6 +38,10 @@ class Number(click.FloatRange):
         return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number.", param, ctx)
 
 
+MAX_ID = 2**63 - 1
+"""The largest number that a row may have."""
+
+
 def together(*decorators: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     """Several options and arguments as one, in the order in which they are shown."""
 

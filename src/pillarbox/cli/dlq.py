@@ -24,6 +24,7 @@ from ..stores import correspondence
 from ..stores.letters import SqlLetters
 from ..stores.trail import Author
 from .arguments import (
+    MAX_ID,
     Whole,
     check_choice,
     check_text,
@@ -85,7 +86,7 @@ _filters = together(
     help="May be repeated.",
 )
 @click.option("--limit", type=Whole(1, 10_000), metavar="N", default=50, show_default=True)
-@click.option("--after", type=Whole(0), metavar="ID", default=0, help="Begin after this id.")
+@click.option("--after", type=Whole(0, MAX_ID), metavar="ID", default=0, help="Begin after this id.")
 @options
 def list_letters(
     config: Path | None,
@@ -149,7 +150,7 @@ def _listed(letters: Sequence[dict[str, Any]]) -> str:
 
 
 @command.command()
-@click.argument("letter_id", type=Whole(1), metavar="ID")
+@click.argument("letter_id", type=Whole(1, MAX_ID), metavar="ID")
 @click.option("--payload", is_flag=True, help="Show the bodies, too. They may hold personal data.")
 @options
 def show(config: Path | None, as_json: bool, letter_id: int, payload: bool) -> None:
@@ -186,7 +187,7 @@ def _text(body: bytes) -> str:
 # -- working through many ----------------------------------------------------------------------------------------------
 
 
-_selecting = together(click.argument("ids", type=Whole(1), nargs=-1, metavar="[ID]..."), _filters, for_many)
+_selecting = together(click.argument("ids", type=Whole(1, MAX_ID), nargs=-1, metavar="[ID]..."), _filters, for_many)
 """The arguments of commands that do something with many letters."""
 
 
@@ -435,7 +436,7 @@ async def _discard(engine: AsyncEngine, author: Author, letter: Letter) -> tuple
 
 
 @command.command()
-@click.argument("letter_id", type=Whole(1), metavar="ID")
+@click.argument("letter_id", type=Whole(1, MAX_ID), metavar="ID")
 @click.option("--body", type=click.File("rb"), required=True, metavar="FILE", help="The new body; - is standard input.")
 @signed
 @options

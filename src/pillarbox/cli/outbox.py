@@ -29,6 +29,7 @@ from ..stores.inspection import AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Run, Selection
 from ..stores.trail import Author
 from .arguments import (
+    MAX_ID,
     Whole,
     check_choice,
     check_text,
@@ -92,7 +93,7 @@ _filters = together(
 @click.option("--status", type=click.Choice([each.value for each in Status]))
 @_filters
 @click.option("--limit", type=Whole(1, 10_000), metavar="N", default=50, show_default=True)
-@click.option("--after", type=Whole(0), metavar="ID", default=0, help="Begin after this id.")
+@click.option("--after", type=Whole(0, MAX_ID), metavar="ID", default=0, help="Begin after this id.")
 @options
 def list_deliveries(
     config: Path | None, as_json: bool, *, limit: int, after: int, status: str | None, **filters: Any

@@ -150,7 +150,7 @@ def _taken(plan: Plan) -> list[str]:
 
 def _planned(plan: Plan) -> str:
     rows = f"about {number(plan.rows, 'row')} become the default partition" if plan.rows else "no row is moved"
-    return f"{rows}, {_days(plan.days)} made"
+    return f"{rows}, {_days(plan.days)} to be made"
 
 
 def _days(found: Any) -> str:
@@ -292,5 +292,5 @@ def lines(report: dict[str, Any]) -> list[str]:
     if report["dry_run"] and found["selected"]:
         told = [f"would be dropped whole: {', '.join(found['selected'])}"]
     if found["made"]:
-        told.append(f"made: {_days(found['made'])}")
+        told.append(f"{_days(found['made'])} made")
     return [*told, *found["notes"]]

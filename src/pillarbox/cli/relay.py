@@ -101,6 +101,8 @@ def command(
     if shards is not None and tenants is not None:
         raise click.UsageError("A relay keeps to --shards or to --tenants: choose one.")
     settings = load_settings(config)
+    if slot is not None and (source or settings.relay.source) != "cdc":
+        raise click.UsageError("--slot is for a relay that reads a stream: say --source cdc, too.")
     said = {"source": source, "slot": slot}
     chosen = settings.relay.model_dump() | {option: value for option, value in said.items() if value is not None}
 

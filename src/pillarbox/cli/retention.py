@@ -326,6 +326,10 @@ def archive(
     if not to.startswith(_TABLE) and not to.endswith((".jsonl", ".jsonl.zst")):
         raise click.UsageError("--to names a file that ends in .jsonl or .jsonl.zst, or table:NAME.")
     settings, path = load_settings(config), None if to.startswith(_TABLE) else Path(to).absolute()
+    if path is None:
+        run(ask(settings, partial(archives.archive_table, name=to.removeprefix(_TABLE))))
+    elif not path.parent.is_dir():
+        raise CommandError(f"{path.parent} is no folder", Exit.PROBLEM)
     mine = run(_unfinished(settings, to if path is None else str(path)))
     begun = None if path is None else run(_begun(path, mine))
     found = run(_surveyed(settings, older_than, route))
@@ -351,8 +355,8 @@ def archive(
 
 async def _archive_to_table(settings: Settings, found: _Survey, order: _Order) -> tuple[dict[str, Any], Exit]:
     async with _working(settings, order, found.count) as work:
-        name = order.target.removeprefix(_TABLE)
-        kept = await work.transaction(archives.archive_table, name)
+        kept = await work.transaction(archives.archive_table, order.target.removeprefix(_TABLE))
+        await work.transaction(kept.create, True)
 
         def move(connection: Connection, place: Stretch, after: Position) -> tuple[Page, int]:
             page = retention.page(connection, found.scope, place, after, work.chunk)

@@ -453,15 +453,16 @@ def latest(connection: Connection) -> int:
 
 
 def archive_table(connection: Connection, name: str) -> Table:
-    """The table of this name, made if there is none. `StoreError` if it is another kind of table."""
-    if not _NAME.fullmatch(name) or name.startswith("pillarbox_") or name == "outbox_events":
-        raise StoreError(f"{name!r} cannot be the name of an archive: use a-z, 0-9 and _, and not pillarbox_...")
+    """The table of this name, which need not be there. `StoreError` if it is another kind of table."""
+    if not _NAME.fullmatch(name):
+        raise StoreError(f"{name!r} cannot be the name of an archive: use a-z, 0-9 and _")
+    if name.startswith("pillarbox_") or name == "outbox_events":
+        raise StoreError(f"{name} cannot be the name of an archive: it is one of the outbox's own")
     kept = _table(name)
-    if not inspect(connection).has_table(name):
-        kept.create(connection)
-    missing = {each.name for each in kept.c} - {each["name"] for each in inspect(connection).get_columns(name)}
-    if missing:
-        raise StoreError(f"table {name} is no archive of Pillarbox: it has no {', '.join(sorted(missing))}")
+    if inspect(connection).has_table(name):
+        missing = {each.name for each in kept.c} - {each["name"] for each in inspect(connection).get_columns(name)}
+        if missing:
+            raise StoreError(f"table {name} is no archive of Pillarbox: it has no {', '.join(sorted(missing))}")
     return kept
 
 

@@ -315,7 +315,7 @@ class Conversion:
                     break
                 after, marked = found.last, marked + found.marked
                 self.progress.marked += found.marked
-                self._tell(f"{self.progress.marked:,} deliveries marked as sent, in lane {lane}")
+                self._tell(f"marked as sent so far: {self.progress.marked:,}, now in lane {lane}")
             if marked <= _CHUNK:
                 return
 
