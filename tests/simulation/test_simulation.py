@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from pillarbox.testing.simulation import simulate
 from pillarbox.testing.simulation.__main__ import main, run, told
+from pillarbox.testing.simulation.loop import SimulatedLoop
 from tests.simulation.mutants import MUTANTS, Mutant, seeds_to_catch
 
 SEEDS = 1_000
@@ -51,6 +53,23 @@ def test_a_seed_leaves_the_same_trace_in_every_process(seed: int) -> None:
         for salt in ("1", "2")
     ]
     assert digests == [simulate(seed).digest] * 2
+
+
+def test_cleanup_at_the_end_of_a_world_is_within_its_loop() -> None:
+    """Outside of it `gather` would be given a new loop, which nobody closes."""
+    found = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            found.append(asyncio.get_running_loop())
+
+    loop = SimulatedLoop()
+    _working = loop.create_task(work())
+    loop.run_until_complete(asyncio.sleep(1))
+    loop.close()
+    assert found == [loop]
 
 
 def test_the_command_says_what_it_has_done(capsys: pytest.CaptureFixture[str]) -> None:

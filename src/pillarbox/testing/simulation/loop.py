@@ -138,10 +138,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def close(self) -> None:
         """Take everything apart that has not come to its end, without a word about it."""
-        for task, context in self._tasks:
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                context.run(_close, task.get_coro())
+        asyncio._set_running_loop(self)  # cleanup that asks for a loop would be given a new one, which nobody closes
+        try:
+            for task, context in self._tasks:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    context.run(_close, task.get_coro())
+        finally:
+            asyncio._set_running_loop(None)
         super().close()
 
 
