@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -142,6 +143,24 @@ class TestALaneThatSomebodyHasLocked:
                 while (await connection.execute(there)).scalar_one() < 2:
                     await connection.rollback()
         assert await renewing == [True, True, True]
+
+    async def test_is_waited_for_twice_though_there_are_many(
+        self, store: QueueStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever has locked them all keeps us from the leases of no other route for longer."""
+        held = await store.take("r1", lease=60, wanted={ROUTE.id: 16})
+        waits: list[Sequence[Lane]] = []
+        wait_for = QueueStore._wait_for
+
+        async def counted(self: QueueStore, few: Sequence[Lane], *given: Any) -> dict[LaneName, bool]:
+            waits.append(few)
+            return await wait_for(self, few, *given)
+
+        monkeypatch.setattr(QueueStore, "_wait_for", counted)
+        async with self.engine.begin() as connection:
+            await connection.execute(select(lanes.c.epoch).with_for_update())
+            assert await self.renewed(store, held) == [False] * 16
+        assert len(waits) == 2
 
     async def test_is_not_released_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
         held = await self.take(store)

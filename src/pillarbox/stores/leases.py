@@ -6,6 +6,7 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError
 
+from .. import clock
 from ..cursor import Cursor
 from ..errors import LeaseLostError, StoreError
 from ..outbox import Announcement, Census, Key, Lane, LaneName, Shards, Status, Trouble
@@ -46,6 +48,7 @@ from .turns import Turns
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
 _FEW = 4
+_AGAIN_SECONDS = 0.02
 _RELEASE_SECONDS = 0.5
 
 
@@ -103,21 +106,39 @@ class Leases(Turns):
         self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float
     ) -> dict[LaneName, bool]:
         """Change the rows of lanes, first of those that nobody has locked: for somebody else it may be for long, and
-        waiting would cost us the other lanes. Then a few at a time are waited for, each time so long. A row that is
-        busy with a write of our own is free as soon as that has committed, and then it is our turn.
+        waiting would cost us the other lanes. Then a few at a time are waited for, each time so long, until that was
+        twice in vain. A row that is busy with a write of our own is free as soon as that has committed.
         """
         done = await self.change_apart(change, held)
         busy = [lane for lane in held if done.get(lane.name) is False]
+        in_vain = 0
         for first in range(0, len(busy), _FEW):
             few = busy[first : first + _FEW]
-            try:
-                found = await self.change_apart(partial(change, wait=seconds), few)
-            except DBAPIError as error:
-                if error.connection_invalidated:
-                    raise
-            else:  # one that is not among them has got another owner
-                done = {name: it for name, it in done.items() if name not in {lane.name for lane in few}} | found
+            found = await self._wait_for(few, change, seconds)
+            # One that is not among them has got another owner.
+            done = {name: it for name, it in done.items() if name not in {lane.name for lane in few}} | found
+            in_vain += not all(found.values())
+            if in_vain == 2:  # meanwhile the leases of all others run
+                break
         return done
+
+    async def _wait_for(
+        self, few: Sequence[Lane], change: Callable[..., dict[LaneName, bool]], seconds: float
+    ) -> dict[LaneName, bool]:
+        """Change lanes that were locked a moment ago, or give up."""
+        if self._engine.dialect.name in ("mysql", "mariadb") and seconds < 1:  # they wait for whole seconds
+            until = clock.current().monotonic() + seconds
+            found = await self.change_apart(partial(change, wait=0.0), few)
+            while not all(found.values()) and clock.current().monotonic() < until:
+                await asyncio.sleep(_AGAIN_SECONDS)
+                found = await self.change_apart(partial(change, wait=0.0), few)
+            return found
+        try:
+            return await self.change_apart(partial(change, wait=seconds), few)
+        except DBAPIError as error:
+            if error.connection_invalidated:
+                raise
+        return await self.change_apart(partial(change, wait=0.0), few)  # those that nobody has locked any more
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
@@ -320,21 +341,21 @@ def _renew(
 
 def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | None) -> dict[LaneName, str | None]:
     """Lanes whose rows we have locked now, with what troubles them: those that nobody else has, or all of them."""
-    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=wait is None)
-    with _waiting(connection, wait):
+    found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=not wait)
+    with _waiting(connection, wait or 0.0):
         return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
 
 
 @contextmanager
-def _waiting(connection: Connection, seconds: float | None) -> Iterator[None]:
+def _waiting(connection: Connection, seconds: float) -> Iterator[None]:
     """Wait for locks no longer than so long. The server itself gives up: a statement that we gave up would wait on."""
-    dialect = None if seconds is None else connection.dialect.name
+    dialect = connection.dialect.name if seconds else None
     if dialect == "postgresql":
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(1000 * (seconds or 0)))}")
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(1000 * seconds))}")
     if dialect not in ("mysql", "mariadb"):
         yield
         return
-    connection.exec_driver_sql(f"SET innodb_lock_wait_timeout = {max(1, round(seconds or 0))}")
+    connection.exec_driver_sql(f"SET innodb_lock_wait_timeout = {max(1, round(seconds))}")
     try:
         yield
     finally:
