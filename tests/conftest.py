@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import hypothesis
 import pytest
 from sqlalchemy import Dialect, Engine, event
 
@@ -270,6 +271,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # power, so nothing is shown by waiting. Workers and commands inherit it.
     if "TMPDIR" not in os.environ and _has_room_in_memory():
         os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+    # How long a drawn example takes says more about the machine than about what is tested.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
     config.addinivalue_line("markers", "alone: a test that wants the machine for itself")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ServerReport(config), "server-report")
