@@ -15,18 +15,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import replace
 
 from . import clock
 from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from .fairness import Detours, Pace, Rates
 from .numbering import PARTITIONS, Numbering
-from .outbox import Batch, Failure, FailurePolicy, Key, Lane, OutboxStore, Page, Row, Trouble
+from .outbox import Batch, Failure, Key, Lane, OutboxStore, Page, Row, Trouble
+from .plan import Plan, make_plan, stops_key
 from .redaction import redacted
 from .report import Counts, Report
 from .retry import RetryPolicy
-from .suspicion import PROBES, Place, Suspicion
+from .suspicion import PROBES, Suspicion
 from .telemetry import SILENT, Signals
 from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict, contradiction
 
@@ -47,30 +47,6 @@ DEADLY_TRIES = 3
 LATE = "no answer in time"
 
 _Item = tuple[int, Row]
-
-
-@dataclass(slots=True)
-class _Plan:
-    items: list[Row] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    """The items as they would be sent, if nothing is taken out of them."""
-    failures: list[Failure] = field(default_factory=list)
-    refused: dict[int, Row] = field(default_factory=dict)
-    """The rows that preflight refused, whatever became of their failures."""
-    parked: list[int] = field(default_factory=list)
-    cut: bool = False
-    """Some of what was found may not go now."""
-    stops: bool = False
-    """Fresh rows are among it: the page is not passed."""
-
-    def group(self) -> None:
-        """Put the items of one topic and key together, in their order."""
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in self.items:
-            groups.setdefault((row.topic, row.key), []).append(row)
-        if len(groups) > 1:
-            self.items = [row for group in groups.values() for row in group]
-            self.messages.clear()  # their numbers have changed
 
 
 class LaneWorker:
@@ -240,8 +216,7 @@ class LaneWorker:
         capabilities = self._publisher.capabilities
         if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
             return True
-        decided = bool(plan.items or plan.failures or plan.parked)
-        found = decided or (page.passed and not plan.stops)
+        found = plan.decides or (page.passed and not plan.stops)
         if found:
             await self._carry_out(plan, page)
         elif detour is None and self.lane.announced is None:
@@ -256,7 +231,7 @@ class LaneWorker:
                 self._detours.moved_on(self.lane.detours, company=bool(page.fresh))
         return more
 
-    async def _carry_out(self, plan: _Plan, page: Page) -> None:
+    async def _carry_out(self, plan: Plan, page: Page) -> None:
         if self._publisher.capabilities.grouped:
             plan.group()
         details = self._numbering.details(plan.items)
@@ -287,7 +262,7 @@ class LaneWorker:
         flood = self._detours.flood if self._is_full(page, limit) else ()
         return {*page.held, *slow, *flood}
 
-    def _watch_for_floods(self, page: Page, plan: _Plan, limit: int) -> None:
+    def _watch_for_floods(self, page: Page, plan: Plan, limit: int) -> None:
         """By pages that were sent. In a lane that has a rate everybody waits for that, and a detour would wait for all
         others.
         """
@@ -327,55 +302,18 @@ class LaneWorker:
         """Tenants that may send nothing now."""
         return self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates)
 
-    def _next_batch(self, page: Page) -> _Plan:
-        plan = self._plan(page)
-        planned = plan.items
-        if blocked := self._suspicion.blocked(self.lane):
-            plan.items = self._without_blocked(plan.items, blocked)
-        plan.items, again = self._rates.within(plan.items, self.pace)
+    def _next_batch(self, page: Page) -> Plan:
+        plan = make_plan(page, self.lane, self._publisher.preflight, self._failure)
+        items, blocking = self._suspicion.let_through(self.lane, plan.items)
+        if blocking is not None:
+            wait = max(0.0, blocking.next_probe - clock.current().monotonic())
+            self.trouble = Trouble(f"{' '.join(blocking.name)} rejects everything: {blocking.reason}", wait)
+            self._ring_after(wait)
+        items, again = self._rates.within(items, self.pace)
         if again is not None:
             self._ring_after(again)
-        plan.cut = len(plan.items) < len(planned)
-        if page.cursor is not None and plan.cut:
-            self._leave_no_gap(plan, page)
+        plan.keep(items, page)
         return plan
-
-    def _leave_no_gap(self, plan: _Plan, page: Page) -> None:
-        """A page that comes once only: what stays behind must be the end of it, so the batch ends before anything that
-        has to wait.
-        """
-        decided = {row.id for row in plan.items} | {failure.row for failure in plan.failures} | {*plan.parked}
-        first = next((row.id for row in page.fresh if row.id not in decided), None)
-        if first is not None:
-            plan.stops = True
-            behind = {row.id for row in page.fresh if row.id >= first}
-            plan.items = [item for item in plan.items if item.id not in behind]
-            plan.failures = [failure for failure in plan.failures if failure.row not in behind]
-            plan.parked = [parked for parked in plan.parked if parked not in behind]
-
-    def _without_blocked(self, items: list[Row], blocked: Mapping[str, Place]) -> list[Row]:
-        """Nothing goes to topics that reject everything, but for one row now and then; what is behind waits."""
-        kept: list[Row] = []
-        held: set[Key] = set()
-        stops: dict[str, Place] = {}
-        probed: set[str] = set()
-        for row in items:
-            if row.order_key in held:
-                continue
-            place = blocked.get(row.topic)
-            if place is not None:
-                held.add(row.order_key)
-                stops[row.topic] = place
-                if row.topic in probed or not self._suspicion.may_probe(place):
-                    continue
-                probed.add(row.topic)
-            kept.append(row)
-        if stops:
-            place = min(stops.values(), key=attrgetter("next_probe"))
-            wait = max(0.0, place.next_probe - clock.current().monotonic())
-            self.trouble = Trouble(f"{' '.join(place.name)} rejects everything: {place.reason}", wait)
-            self._ring_after(wait)
-        return kept
 
     def _ring_after(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -386,45 +324,17 @@ class LaneWorker:
             self._alarm.cancel()
             self._alarm = loop.call_later(seconds, self._bell.set)
 
-    def _may_be_more(self, page: Page, plan: _Plan, limit: int) -> bool:
+    def _may_be_more(self, page: Page, plan: Plan, limit: int) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
         rows.
         """
         if page.passed:
             return True
-        return bool(plan.items or plan.failures or plan.parked) and (
-            bool(self.lane.waiting) or self._is_full(page, limit)
-        )
+        return plan.decides and (bool(self.lane.waiting) or self._is_full(page, limit))
 
     def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)
         return len(rows) >= limit or sum([len(row.body) for row in rows]) >= self.pace.max_bytes
-
-    def _plan(self, page: Page) -> _Plan:
-        plan = _Plan()
-        stopped: set[Key] = set()
-        for row in page.redo:
-            if row.order_key not in stopped:
-                self._decide(row, plan, stopped)
-        waiting = self.lane.waiting
-        for row in page.fresh:
-            if (stopped or waiting) and (row.order_key in stopped or row.order_key in waiting):
-                plan.parked.append(row.id)
-            else:
-                self._decide(row, plan, stopped)
-        return plan
-
-    def _decide(self, row: Row, plan: _Plan, stopped: set[Key]) -> None:
-        message = Message(row.topic, row.key, row.body, row.headers, self.lane.next_number + len(plan.items))
-        refusal = self._publisher.preflight(message)
-        if refusal is None:
-            plan.items.append(row)
-            plan.messages.append(message)
-        else:
-            failure = self._failure(row, refusal)
-            plan.failures.append(failure)
-            plan.refused[row.id] = row
-            self._stop_key(row, failure, stopped)
 
     def _failure(self, row: Row, reason: str) -> Failure:
         policy, attempts = self.lane.route.retry, row.attempts + 1
@@ -437,10 +347,6 @@ class LaneWorker:
             self._report.dead(row, number, failure.attempts, said, rejected=True)
         else:
             self._report.rejected(row, number, failure.attempts, said)
-
-    def _stop_key(self, row: Row, failure: Failure, stopped: set[Key]) -> None:
-        if failure.retry_after is not None or self.lane.route.on_failure is FailurePolicy.PARK:
-            stopped.add(row.order_key)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -568,7 +474,8 @@ class LaneWorker:
                 continue
             if index in reasons:
                 failures.append(self._rejected(row, reasons[index], number))
-                self._stop_key(row, failures[-1], stopped)
+                if stops_key(failures[-1], self.lane):
+                    stopped.add(row.order_key)
             elif passed and index < asked and index not in passed:
                 left.append((number, row))  # it may be stored under its number, and so must keep it
             elif row.order_key in stopped:
@@ -601,8 +508,7 @@ class LaneWorker:
         if self.lane.route.retry.exhausted(row.attempts):
             dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
             self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
-            stopped: set[Key] = set()
-            self._stop_key(row, dead, stopped)
+            stopped = {row.order_key} if stops_key(dead, self.lane) else set[Key]()
             parked = [later.id for _, later in items[1:] if later.order_key in stopped]
             self.lane = await self._store.amend(self.lane, [dead], parked=parked)
             return [item for item in items[1:] if item[1].order_key not in stopped], None
@@ -672,7 +578,7 @@ class LaneWorker:
         gone = {number for number, _ in pushed}
         return [item for item in items if item[0] not in gone], None
 
-    async def _open(self, plan: _Plan) -> bool:
+    async def _open(self, plan: Plan) -> bool:
         """Open the topics of a batch before it is announced; what goes to one that cannot be opened waits, and holds up
         nothing else. False: not now.
         """
@@ -682,7 +588,9 @@ class LaneWorker:
                 async with self._within_lease():
                     lasts = await self._publisher.open(self._producer, topics)
             except TopicsRefusedError as error:
-                self._set_aside(plan, error.reasons)
+                plan.set_aside(error.reasons)
+                for topic, reason in error.reasons.items():
+                    self._report.topic_refused(topic, redacted(reason))
             except (OSError, TimeoutError) as error:
                 await self._rest(Verdict.UNAVAILABLE.value, str(error) or LATE)
                 return False
@@ -691,21 +599,6 @@ class LaneWorker:
                 self._numbering.opened(lasts)
                 break
         return True
-
-    def _set_aside(self, plan: _Plan, reasons: Mapping[str, str]) -> None:
-        """No attempt is counted: it is not the messages' fault."""
-        items, plan.items, stopped = plan.items, [], set[Key]()
-        plan.messages.clear()
-        for row in items:
-            if row.order_key in stopped:
-                plan.parked.append(row.id)
-            elif row.topic in reasons:
-                stopped.add(row.order_key)
-                plan.failures.append(Failure(row.id, row.attempts, redacted(reasons[row.topic]), PROBES.cap))
-            else:
-                plan.items.append(row)
-        for topic, reason in reasons.items():
-            self._report.topic_refused(topic, redacted(reason))
 
     def _check_lasts(self, lasts: Mapping[str, int]) -> None:
         for place, last in lasts.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from . import clock, telemetry
 from .outbox import Failure, Key, Lane, LaneName, Row
@@ -80,9 +81,28 @@ class Suspicion:
             self._wake(place.lanes)  # they have attempts to take back
         return place.attempts[lane.name].pop(row.id) if place.blocked else None
 
-    def blocked(self, lane: Lane) -> dict[str, Place]:
-        """The places that keep this lane from going on, by their topics."""
-        return {place.name[1]: place for place in self._places.values() if place.blocked and lane.name in place.lanes}
+    def let_through(self, lane: Lane, rows: list[Row]) -> tuple[list[Row], Place | None]:
+        """Nothing goes to topics that reject everything, but for one row now and then; what is behind it waits. Also
+        the one of them that may be tried next.
+        """
+        blocked = {it.name[1]: it for it in self._places.values() if it.blocked and lane.name in it.lanes}
+        if not blocked:
+            return rows, None
+        through: list[Row] = []
+        held: set[Key] = set()
+        met: dict[str, Place] = {}
+        for row in rows:
+            if row.order_key in held:
+                continue
+            place = blocked.get(row.topic)
+            if place is not None:
+                held.add(row.order_key)
+                tried = row.topic not in met and self._may_probe(place)
+                met[row.topic] = place
+                if not tried:
+                    continue
+            through.append(row)
+        return through, min(met.values(), key=attrgetter("next_probe"), default=None)
 
     def _postpone(self, place: Place) -> None:
         place.probes += 1
@@ -104,7 +124,7 @@ class Suspicion:
             if place.blocked:
                 place.attempts.pop(lane.name, None)
 
-    def may_probe(self, place: Place) -> bool:
+    def _may_probe(self, place: Place) -> bool:
         """Whether it is time to try one row, and nobody else has taken the chance: then it is ours."""
         if clock.current().monotonic() < place.next_probe:
             return False

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 
 from pillarbox import cursor as cursors
 from pillarbox import lane as lanes
+from pillarbox import plan as plans
 from pillarbox import relay as relays
 from pillarbox.bus import Bus
 from pillarbox.collector import Collector
@@ -322,7 +323,8 @@ def _rejection_not_written(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I5")
 def _key_goes_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LaneWorker, "_stop_key", lambda _self, _row, _failure, _stopped: None)
+    for module in (lanes, plans):
+        patch.setattr(module, "stops_key", lambda _failure, _lane: False)
 
 
 @mutant("I1", numbered=False)
@@ -356,14 +358,12 @@ def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I5")
 def _batch_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    plan = LaneWorker._plan
-
-    def shuffled(self: LaneWorker, page: Any) -> Any:
-        found = plan(self, page)
+    def shuffled(*given: Any) -> Any:
+        found = plans.make_plan(*given)
         found.items.reverse()
         return found
 
-    patch.setattr(LaneWorker, "_plan", shuffled)
+    patch.setattr(lanes, "make_plan", shuffled)
 
 
 @mutant("I5")

@@ -58,9 +58,25 @@ class TestJudgement:
         suspicion.rejected(lane(0), row(1), "no")
         suspicion.rejected(lane(1), row(2), "no")
         suspicion.rejected(lane(2), row(3, topic="another"), "no")
-        assert not suspicion.blocked(lane(0))
+        rows = [row(5), row(6, topic="another")]
+        assert suspicion.let_through(lane(0), rows) == (rows, None)
         suspicion.rejected(lane(3), row(4), "no")
-        assert [[*suspicion.blocked(lane(shard))] for shard in range(4)] == [[TOPIC], [TOPIC], [], [TOPIC]]
+        assert [suspicion.let_through(lane(shard), rows)[0] for shard in range(4)] == [
+            rows[1:],
+            rows[1:],
+            rows,
+            rows[1:],
+        ]
+
+    def test_what_is_behind_a_row_that_waits_waits_with_it_whatever_its_topic(self) -> None:
+        suspicion = Suspicion(half)
+        for number in range(1, FEW_KEYS + 1):
+            suspicion.rejected(lane(), row(number), "no")
+        behind = row(5, key="k4", topic="another")
+        through, place = suspicion.let_through(lane(), [row(4), behind, row(6, topic="another")])
+        assert [it.id for it in through] == [6]
+        assert place is not None
+        assert place.name == ("broker", TOPIC)
 
     def test_the_key_of_another_tenant_is_another_key(self) -> None:
         place = Suspicion(half)
