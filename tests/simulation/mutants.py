@@ -89,7 +89,7 @@ def _fence_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lambda self, lane: self._lanes[lane.name])
 
 
-@mutant("fence", focus=("settle", ["late", "pause"]))
+@mutant("fence", focus=("settle", ["late", "pause"]), first=20)
 def _owner_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda _self, _lane: True)
 
@@ -99,7 +99,7 @@ def _token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
 
 
-@mutant("I", failover=True)
+@mutant("I", first=164, failover=True)
 def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     fenced = MemoryStore._fenced
 
@@ -109,7 +109,7 @@ def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lenient)
 
 
-@mutant("lease", first=52, focus=("renew", ["slow"]))
+@mutant("lease", first=70, focus=("renew", ["slow"]))
 def _lease_taken_early(patch: pytest.MonkeyPatch) -> None:
     free = MemoryStore._is_free
     patch.setattr(MemoryStore, "_is_free", lambda self, lane, now: free(self, lane, now + 3.0))
@@ -132,7 +132,7 @@ def _release_without_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "release", careless)
 
 
-@mutant("lease", "I9")
+@mutant("lease", "I9", first=34)
 def _renew_without_fence(patch: pytest.MonkeyPatch) -> None:
     renew = MemoryStore.renew
 
@@ -234,7 +234,7 @@ def _number_of_a_rejected_row_is_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "amend", thrifty)
 
 
-@mutant("I1", "I3", "announce", numbered=True)
+@mutant("I1", "I3", "announce", first=30, numbered=True)
 def _rebuilt_from_what_is_there_now(patch: pytest.MonkeyPatch) -> None:
     async def rebuild(self: MemoryStore, lane: Any) -> list[tuple[int, Any]]:
         rows = sorted(self._lanes[lane.name].sending.values(), key=lambda stored: stored.id)
@@ -273,7 +273,7 @@ def _broker_without_deduplication(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumberedBroker, "is_new", lambda _self, _link, _message: True)
 
 
-@mutant("I3", numbered=True, focus=("send", ["late"]))
+@mutant("I3", first=26, numbered=True, focus=("send", ["late"]))
 def _producer_name_is_not_held(patch: pytest.MonkeyPatch) -> None:
     def everybody(self: NumberedBroker, link: Any, messages: Sequence[Message], reply: Any) -> None:
         super(NumberedBroker, self).take(link, messages, reply)
@@ -327,7 +327,7 @@ def _key_goes_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "stops_key", lambda _failure, _lane: False)
 
 
-@mutant("I1", numbered=False)
+@mutant("I1", first=51, numbered=False)
 def _abandoned_batch_counts_as_stored(patch: pytest.MonkeyPatch) -> None:
     async def abandon(self: LaneWorker, _accepted: Any) -> None:
         self._stored = True
@@ -335,12 +335,12 @@ def _abandoned_batch_counts_as_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneWorker, "_abandon", abandon)
 
 
-@mutant("I9", first=19)
+@mutant("I9", first=42)
 def _deadly_message_is_sent_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lanes, "DEADLY_TRIES", 1_000_000)
 
 
-@mutant("I9", first=19)
+@mutant("I9", first=42)
 def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     take = MemoryStore.take
 
@@ -398,7 +398,7 @@ def _high_water_poll(patch: pytest.MonkeyPatch) -> None:
 # -- people ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("I9", first=49)
+@mutant("I9", first=108)
 def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
     """By whoever gives it, and not by the owner of the lane with its next announcement."""
     request = MemoryStore.request
@@ -457,7 +457,7 @@ def _handlers_go_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
 # -- collecting --------------------------------------------------------------------------------------------------------
 
 
-@mutant("I2", sessions=True)
+@mutant("I2", first=29, sessions=True)
 def _events_survive_a_savepoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Collector, "rolled_back", lambda _self: None)
 
@@ -489,13 +489,13 @@ def _late_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cursor, "is_late", lambda _self, _row: False)
 
 
-@mutant("I9", first=53, log=True)
+@mutant("I9", first=110, log=True)
 def _only_those_that_were_listed_are_late(patch: pytest.MonkeyPatch) -> None:
     late = Cursor.is_late
     patch.setattr(Cursor, "is_late", lambda self, row: late(self, row) and row.xid < self.seen.xmax)
 
 
-@mutant("I9", log=True)
+@mutant("I9", first=23, log=True)
 def _a_page_of_late_rows_taken_for_the_last(patch: pytest.MonkeyPatch) -> None:
     after = Window.after
     patch.setattr(Window, "after", lambda self, count: after(replace(self, more=False), count))
@@ -514,13 +514,13 @@ def _seen_is_newer_than_the_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory_log, "look", looked)
 
 
-@mutant("I5", log=True)
+@mutant("I5", first=23, log=True)
 def _rows_by_transaction(patch: pytest.MonkeyPatch) -> None:
     written = MemoryLogStore._written
     patch.setattr(MemoryLogStore, "_written", lambda self, lane: sorted(written(self, lane), key=lambda row: row.xid))
 
 
-@mutant("I9", log=True)
+@mutant("I9", first=3, log=True)
 def _the_cursor_passes_what_was_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Window, "dealt_with", lambda self, _ids: self.after(len(self.ids)))
 
@@ -537,7 +537,7 @@ def _ends_at_any_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Detours, "rested", everybody)
 
 
-@mutant("I9", log=True, floods=True)
+@mutant("I9", first=19, log=True, floods=True)
 def _a_detour_ends_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
     _ends_at_any_time(patch)
     patch.setattr(MemoryLogStore, "_arrived", lambda _self, _lane, _detour: True)
@@ -558,7 +558,7 @@ def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cursor, "has_passed", lambda _self, _other: True)
 
 
-@mutant("I", log=True, floods=True)
+@mutant("I", first=11, log=True, floods=True)
 def _the_lane_sends_what_goes_by_a_detour(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory_log, "detour_of", lambda _lane, _tenant: None)
 
