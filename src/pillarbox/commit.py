@@ -24,6 +24,9 @@ from .errors import CommitOutcomeUnknown
 GUARDED = "pillarbox_guards_commits"
 """The mark of a dialect whose COMMIT is guarded."""
 
+ANSWER_SECONDS = 10.0
+"""How long a task that was cancelled waits for the answer to its COMMIT. What takes longer will not come."""
+
 _uninterrupted: contextvars.ContextVar[bool] = contextvars.ContextVar("pillarbox_uninterrupted", default=False)
 """Whether the running task is one that no cancellation reaches: then COMMIT needs no protection of its own."""
 
@@ -46,24 +49,6 @@ class _Open:
         """A task that was cancelled while COMMIT was on its way."""
         self.unknown = False
         """Whether COMMIT was not answered."""
-
-    async def answered(self, commit: Callable[[Any], None], dbapi_connection: Any) -> None:
-        """Run COMMIT until it is answered. A first cancellation waits until the session knows what it has done and has
-        cleaned up; a second one gives up.
-        """
-        sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
-        task = asyncio.current_task()
-        try:
-            await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            if task is None or sending.cancelled():
-                raise
-            task.uncancel()
-            try:
-                await sending
-            finally:
-                if not sending.cancelled():
-                    self.held_back = task
 
 
 _open: dict[int, _Open] = {}
@@ -105,9 +90,7 @@ def guard_commits(engine: Engine) -> None:
     def do_commit(dbapi_connection: Any) -> None:
         try:
             if dialect.is_async and not _uninterrupted.get():
-                ours = _open.get(id(dbapi_connection))
-                answered = uninterrupted if ours is None else ours.answered
-                await_only(answered(plain_commit, dbapi_connection))
+                await_only(_to_the_end(plain_commit, dbapi_connection))
             else:
                 plain_commit(dbapi_connection)
         except Exception as error:
@@ -191,7 +174,7 @@ def _first(error: BaseException, *names: str) -> object:
 async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
     """Run blocking work of an async session to its end, even if we are cancelled: the cancellation is raised after it.
 
-    A second cancellation does not wait.
+    A second cancellation does not wait, and nor does one whose COMMIT hangs.
     """
     context = contextvars.copy_context()
     context.run(_uninterrupted.set, True)
@@ -199,9 +182,41 @@ async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError as cancelled:
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
+        if not await _has_ended(task):
             raise
         raise cancelled from (None if task.cancelled() else task.exception())
+
+
+async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
+    """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one gives up."""
+    sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
+    task = asyncio.current_task()
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        if task is None or not await _has_ended(sending) or sending.cancelled():
+            raise
+        task.uncancel()
+        _hold_back(task, dbapi_connection)
+        sending.result()
+
+
+async def _has_ended(work: asyncio.Future[Any]) -> bool:
+    """Wait for it, although we are being cancelled. If it hangs, or we are cancelled once more, so is it."""
+    try:
+        await asyncio.wait([work], timeout=ANSWER_SECONDS)
+    finally:
+        ended = work.done()
+        if not ended:
+            work.cancel()
+            await asyncio.wait([work], timeout=1.0)  # whoever closes the connection finds nobody at it
+    return ended
+
+
+def _hold_back(task: asyncio.Task[object], connection: object) -> None:
+    """Ask again for the cancellation, when the session knows what it has done and has cleaned up."""
+    transaction = _open.get(id(connection))
+    if transaction is not None:
+        transaction.held_back = task
+    else:
+        task.cancel()

@@ -14,11 +14,12 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import await_only
 
-from pillarbox import CommitOutcomeUnknown, Pillarbox
+from pillarbox import CommitOutcomeUnknown, Pillarbox, commit
 from pillarbox.commit import GUARDED, guard_commits, was_answered
 from pillarbox.errors import SessionError
+from pillarbox.stores.turns import Turns
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, until_somebody_waits, written
 from tests.proxy import Mode, Proxy
@@ -257,25 +258,67 @@ class TestCancellation:
                     uow.publish(OrderNoted(note="in flight"), key="k")
             assert await written(box.engine) == ["noted"]
 
-    async def test_h11_a_time_limit_that_ends_during_a_commit_ends_with_its_block(
+    async def test_h11_a_time_limit_that_ends_during_a_commit_of_the_store_ends_with_its_block(
         self, postgres_database: Database
     ) -> None:
-        """A transaction without events, in one greenlet: nothing is awaited between its COMMIT and the end of it."""
+        """Nothing is awaited between such a COMMIT and the end of the call, so it would come later, at anything."""
         async with order_box(postgres_database.url()) as box:
             await set_up(box)
             sending, go_on = asyncio.Event(), asyncio.Event()
             _slow_commit(box.engine.sync_engine, sending, go_on)
-
-            def work() -> None:
-                with box.engine.sync_engine.begin() as connection:
-                    connection.exec_driver_sql("CREATE TABLE made (id integer)")
-
+            made = text("CREATE TABLE made (id integer)")
             with pytest.raises(TimeoutError):
                 async with _over_during_commit(sending, go_on):
-                    await greenlet_spawn(work)
+                    await Turns(box.engine).change_apart(lambda connection: connection.execute(made))
             await _turns(3)  # nothing is left of the cancellation
             async with box.engine.connect() as connection:
                 assert (await connection.exec_driver_sql("SELECT count(*) FROM made")).scalar() == 0
+
+    async def test_h11_a_session_without_events_that_is_cancelled_during_commit_knows_that_it_has_committed(
+        self, postgres_database: Database
+    ) -> None:
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, go_on = asyncio.Event(), asyncio.Event()
+            _slow_commit(box.engine.sync_engine, sending, go_on)
+            uow = box.unit_of_work()
+
+            async def work() -> None:
+                async with uow:
+                    await uow.session.execute(text("CREATE TABLE made (id integer)"))
+                    await uow.commit()
+
+            task = asyncio.create_task(work())
+            await sending.wait()
+            task.cancel()
+            await _turns(3)
+            go_on.set()
+            await asyncio.wait([task])
+            assert (task.cancelled(), uow.committed) == (True, True)
+
+    @pytest.mark.parametrize("of", ["a unit of work", "the store"])
+    async def test_h11_a_commit_that_hangs_is_given_up(
+        self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch, of: str
+    ) -> None:
+        """Its host may be gone without a word, and a task that was cancelled would wait until TCP gives up."""
+        monkeypatch.setattr(commit, "ANSWER_SECONDS", 0.05)
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, never = asyncio.Event(), asyncio.Event()
+            _slow_commit(box.engine.sync_engine, sending, never)
+
+            async def work() -> None:
+                if of == "the store":
+                    await Turns(box.engine).change_apart(lambda connection: connection.execute(text("SELECT 1")))
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="never"), key="k")
+
+            task = asyncio.create_task(work())
+            await sending.wait()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert await written(box.engine) == []
 
     @pytest.mark.parametrize("times", [1, 2, 3])
     async def test_h92_cancelled_again_and_again_leaves_no_open_transaction(

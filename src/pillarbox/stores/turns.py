@@ -126,7 +126,10 @@ class Turns:
         # greenlet for all of it: to connect, work and close in one each takes as long as an easy statement.
         with explained():
             async with turns, asyncio.timeout(HUNG_SECONDS):
-                return await greenlet_spawn(connected)
+                found = await greenlet_spawn(connected)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    await asyncio.sleep(0)  # the limit has ended during COMMIT: it is to be raised here, not later
+                return found
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
