@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from pillarbox import IntegrationEvent, Pillarbox, Route
+from pillarbox import IntegrationEvent, Pillarbox, Route, clock
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Batch, Failure, FailurePolicy, Lane, LaneName, shard_of
 from pillarbox.stores import leases, sqlite
@@ -144,23 +144,23 @@ class TestALaneThatSomebodyHasLocked:
                     await connection.rollback()
         assert await renewing == [True, True, True]
 
-    async def test_is_waited_for_twice_though_there_are_many(
+    async def test_is_waited_for_together_with_all_others(
         self, store: QueueStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whoever has locked them all keeps us from the leases of no other route for longer."""
+        """However many somebody has locked, the leases of the rest are renewed in time."""
         held = await store.take("r1", lease=60, wanted={ROUTE.id: 16})
-        waits: list[Sequence[Lane]] = []
+        left: list[float] = []
         wait_for = QueueStore._wait_for
 
-        async def counted(self: QueueStore, few: Sequence[Lane], *given: Any) -> dict[LaneName, bool]:
-            waits.append(few)
-            return await wait_for(self, few, *given)
+        async def watched(self: QueueStore, few: Sequence[Lane], change: Any, until: float) -> dict[LaneName, bool]:
+            left.append(until - clock.current().monotonic())
+            return await wait_for(self, few, change, until)
 
-        monkeypatch.setattr(QueueStore, "_wait_for", counted)
+        monkeypatch.setattr(QueueStore, "_wait_for", watched)
         async with self.engine.begin() as connection:
             await connection.execute(select(lanes.c.epoch).with_for_update())
             assert await self.renewed(store, held) == [False] * 16
-        assert len(waits) == 2
+        assert [seconds > 0.001 for seconds in left] == [True, False, False, False]
 
     async def test_is_not_released_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
         held = await self.take(store)

@@ -43,7 +43,7 @@ from .announced import decode_detours
 from .append import route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
-from .turns import Turns
+from .turns import HUNG_SECONDS, Turns
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
@@ -91,7 +91,7 @@ class Leases(Turns):
         self.keep()
         alive = {"expires_at": from_now(lease), "serves": _listed(serves), "shards": _listed(shards)}
         renew = partial(_renew, relay=relay, alive=alive, troubles=troubles or {})
-        return await self._change_lanes(renew, lanes, lease / 5)
+        return await self._change_lanes(renew, lanes, min(lease / 5, HUNG_SECONDS / 2))
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
         try:
@@ -106,39 +106,36 @@ class Leases(Turns):
         self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float
     ) -> dict[LaneName, bool]:
         """Change the rows of lanes, first of those that nobody has locked: for somebody else it may be for long, and
-        waiting would cost us the other lanes. Then a few at a time are waited for, each time so long, until that was
-        twice in vain. A row that is busy with a write of our own is free as soon as that has committed.
+        waiting would cost us the other lanes. Then a few at a time are waited for, so long in all. A row that is busy
+        with a write of our own is free as soon as that has committed.
         """
         done = await self.change_apart(change, held)
         busy = [lane for lane in held if done.get(lane.name) is False]
-        in_vain = 0
+        until = clock.current().monotonic() + seconds
         for first in range(0, len(busy), _FEW):
             few = busy[first : first + _FEW]
-            found = await self._wait_for(few, change, seconds)
+            found = await self._wait_for(few, change, until)
             # One that is not among them has got another owner.
             done = {name: it for name, it in done.items() if name not in {lane.name for lane in few}} | found
-            in_vain += not all(found.values())
-            if in_vain == 2:  # meanwhile the leases of all others run
-                break
         return done
 
     async def _wait_for(
-        self, few: Sequence[Lane], change: Callable[..., dict[LaneName, bool]], seconds: float
+        self, few: Sequence[Lane], change: Callable[..., dict[LaneName, bool]], until: float
     ) -> dict[LaneName, bool]:
-        """Change lanes that were locked a moment ago, or give up."""
-        if self._engine.dialect.name in ("mysql", "mariadb") and seconds < 1:  # they wait for whole seconds
-            until = clock.current().monotonic() + seconds
+        """Change lanes that were locked a moment ago, or give up; when it is too late to wait, look once more."""
+        left = until - clock.current().monotonic()
+        whole_seconds = self._engine.dialect.name in ("mysql", "mariadb")
+        if left >= (1.0 if whole_seconds else 0.001):
+            try:
+                return await self.change_apart(partial(change, wait=left), few)
+            except DBAPIError as error:
+                if error.connection_invalidated:
+                    raise
+        found = await self.change_apart(partial(change, wait=0.0), few)
+        while whole_seconds and not all(found.values()) and clock.current().monotonic() < until:
+            await asyncio.sleep(_AGAIN_SECONDS)
             found = await self.change_apart(partial(change, wait=0.0), few)
-            while not all(found.values()) and clock.current().monotonic() < until:
-                await asyncio.sleep(_AGAIN_SECONDS)
-                found = await self.change_apart(partial(change, wait=0.0), few)
-            return found
-        try:
-            return await self.change_apart(partial(change, wait=seconds), few)
-        except DBAPIError as error:
-            if error.connection_invalidated:
-                raise
-        return await self.change_apart(partial(change, wait=0.0), few)  # those that nobody has locked any more
+        return found
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
@@ -350,12 +347,12 @@ def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | Non
 def _waiting(connection: Connection, seconds: float) -> Iterator[None]:
     """Wait for locks no longer than so long. The server itself gives up: a statement that we gave up would wait on."""
     dialect = connection.dialect.name if seconds else None
-    if dialect == "postgresql":
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(1000 * seconds))}")
+    if dialect == "postgresql":  # for all rows together, which `lock_timeout` is not
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(1000 * seconds)}")
     if dialect not in ("mysql", "mariadb"):
         yield
         return
-    connection.exec_driver_sql(f"SET innodb_lock_wait_timeout = {max(1, round(seconds))}")
+    connection.exec_driver_sql(f"SET innodb_lock_wait_timeout = {int(seconds)}")
     try:
         yield
     finally:
