@@ -54,8 +54,8 @@ class Plan:
             self.parked = [parked for parked in self.parked if parked not in behind]
 
     def set_aside(self, reasons: Mapping[str, str]) -> None:
-        """Leave out what goes to topics that cannot be opened, and why. No attempt is counted: it is not the messages'
-        fault.
+        """Leave out what goes to topics that cannot be opened, for these reasons. No attempt is counted: it is not the
+        messages' fault.
         """
         items, self.items, stopped = self.items, [], set[Key]()
         self.messages.clear()

@@ -62,7 +62,7 @@ def _planned(plan: Plan) -> str:
     if plan.announced:
         parts.append(f"{plan.announced:,} of them with a batch under way")
     if plan.waiting:
-        parts.append(f"{number(plan.waiting, 'delivery')} not sent yet")
+        parts.append(f"{number(plan.waiting, 'delivery')} failed or waiting behind one")
     if plan.passed:
         parts.append(f"up to {number(plan.passed, 'delivery')} to mark as sent")
     if plan.index:
@@ -76,7 +76,7 @@ def _told(plan: Plan, done: dict[str, Any] | None) -> str:
     if done is None:
         return f"convert to a {plan.to}: {_planned(plan)}; nothing was done"
     lines = [f"convert to a {plan.to}: {number(done['lanes'], 'lane')}, audit entry {done['audit']}"]
-    for count, what in (("waiting", "not sent yet"), ("marked", "marked as sent")):
+    for count, what in (("waiting", "failed or waiting behind one"), ("marked", "marked as sent")):
         if done[count]:
             lines.append(f"{number(done[count], 'delivery')} {what}")
     if done["batches"]:

@@ -165,7 +165,7 @@ def _told(plan: Plan, report: dict[str, Any]) -> str:
     elif plan.partitioned and not plan.days:
         first = "partition: nothing to do"
     elif report["dry_run"]:
-        first = f"partition: {_days(plan.days)} would be made" if plan.partitioned else f"partition: {_planned(plan)}"
+        first = f"partition: {_days(plan.days)} to be made" if plan.partitioned else f"partition: {_planned(plan)}"
         first += "; nothing was done"
     else:
         first = "partition: nothing was done"

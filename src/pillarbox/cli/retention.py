@@ -328,12 +328,12 @@ def archive(
     settings, path = load_settings(config), None if to.startswith(_TABLE) else Path(to).absolute()
     if path is None:
         run(ask(settings, partial(archives.archive_table, name=to.removeprefix(_TABLE))))
-    elif not path.parent.is_dir():
-        raise CommandError(f"{path.parent} is no folder", Exit.PROBLEM)
     mine = run(_unfinished(settings, to if path is None else str(path)))
     begun = None if path is None else run(_begun(path, mine))
     found = run(_surveyed(settings, older_than, route))
     selected = found.count if begun is None else begun.count
+    if path is not None and selected and not path.parent.is_dir():
+        raise CommandError(f"{path.parent} is no folder", Exit.PROBLEM)
     report, code = _report("archive", selected, dry_run=dry_run), Exit.FINE
     if selected and not dry_run:
         what = f"{number(selected, 'delivery')} of the outbox"
