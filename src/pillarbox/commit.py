@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -106,21 +106,22 @@ def guard_commits(engine: Engine) -> None:
     event.listen(engine, "handle_error", _throw_away)
     if dialect.name == "postgresql":
         event.listen(engine, "handle_error", _doubt)
-        event.listen(engine, "rollback", _trust)
+        # Not by an event of the connection: one listener for those makes SQLAlchemy look for them at every statement.
+        dialect.do_rollback = _trusting(dialect.do_rollback)
 
 
 def _doubt(context: ExceptionContext) -> None:
-    if context.connection is not None and not context.is_disconnect and _is_there(context.connection):
-        _doubtful.add(id(context.connection.connection))
+    connection = context.connection
+    if connection is not None and not (context.is_disconnect or connection.closed or connection.invalidated):
+        _doubtful.add(id(connection.connection))
 
 
-def _trust(connection: Connection) -> None:
-    if _doubtful and _is_there(connection):
-        _doubtful.discard(id(connection.connection))
+def _trusting(rollback: Callable[[Any], None]) -> Callable[[Any], None]:
+    def do_rollback(dbapi_connection: Any) -> None:
+        _doubtful.discard(id(dbapi_connection))
+        rollback(dbapi_connection)
 
-
-def _is_there(connection: Connection) -> bool:
-    return not (connection.closed or connection.invalidated)
+    return do_rollback
 
 
 def _ask(dbapi_connection: Any) -> None:
