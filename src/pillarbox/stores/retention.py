@@ -141,32 +141,32 @@ def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position
         return _log_page(connection, scope, stretch, after, limit)
     # On PostgreSQL ids have no index of their own, and the identity is the primary key; elsewhere the id is.
     postgres = _is_postgres(connection)
-    position = (outbox.c.event_id, outbox.c.route, outbox.c.schema_version) if postgres else (outbox.c.id,)
+    o = outbox.alias("o")
+    position = (o.c.event_id, o.c.route, o.c.schema_version) if postgres else (o.c.id,)
     behind = []
     if after:
-        behind = [tuple_(*position) > tuple_(*after) if postgres else outbox.c.id > after[0]]
+        behind = [tuple_(*position) > tuple_(*after) if postgres else o.c.id > after[0]]
     elif postgres and stretch.first != _FIRST:
-        behind = [outbox.c.event_id >= stretch.first]
+        behind = [o.c.event_id >= stretch.first]
     if postgres and stretch.last != _LAST:
-        behind.append(outbox.c.event_id < stretch.last)
+        behind.append(o.c.event_id < stretch.last)
     may_go = or_(
-        and_(outbox.c.status == Status.SENT, func.coalesce(outbox.c.sent_at, outbox.c.created_at) < scope.before),
-        and_(outbox.c.status == Status.DISCARDED, outbox.c.created_at < scope.before),
+        and_(o.c.status == Status.SENT, func.coalesce(o.c.sent_at, o.c.created_at) < scope.before),
+        and_(o.c.status == Status.DISCARDED, o.c.created_at < scope.before),
     )
     if postgres:
-        settled_since = text(SETTLED_SINCE.replace("o.", "pillarbox_outbox."))
-        may_go = or_(may_go, and_(outbox.c.created_at < scope.before, settled_since))
+        may_go = or_(may_go, and_(o.c.created_at < scope.before, text(SETTLED_SINCE)))
     if scope.route is not None:
-        may_go = and_(may_go, outbox.c.route == scope.route)
+        may_go = and_(may_go, o.c.route == scope.route)
     rows = connection.execute(
         select(
-            outbox.c.id,
-            outbox.c.event_id,
-            outbox.c.route,
-            outbox.c.schema_version,
-            func.length(outbox.c.body),
+            o.c.id,
+            o.c.event_id,
+            o.c.route,
+            o.c.schema_version,
+            func.length(o.c.body),
             case((may_go, 1), else_=0),
-            case((outbox.c.created_at < scope.before, 1), else_=0).label("old"),
+            case((o.c.created_at < scope.before, 1), else_=0).label("old"),
         )
         .where(*behind)
         .order_by(*position)
