@@ -118,8 +118,8 @@ def _doubt(context: ExceptionContext) -> None:
 
 def _trusting(rollback: Callable[[Any], None]) -> Callable[[Any], None]:
     def do_rollback(dbapi_connection: Any) -> None:
-        _doubtful.discard(id(dbapi_connection))
         rollback(dbapi_connection)
+        _doubtful.discard(id(dbapi_connection))
 
     return do_rollback
 
