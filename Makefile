@@ -148,7 +148,7 @@ chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
 
 simulate: setup ## run relays and consumers through simulated faults (SEEDS=50000, START=0)
-	$(BIN)/python -m pillarbox.testing.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)
 
 clean: ## remove everything that is made, .venv too
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -18,10 +18,10 @@ from pillarbox.outbox import Delivery, FailurePolicy, Key, Lane, RouteRecord, St
 from pillarbox.relay import Pacing, Relay
 from pillarbox.report import Counts
 from pillarbox.retry import RetryPolicy
-from pillarbox.stores.memory import MemoryStore
 from pillarbox.suspicion import Suspicion
 from pillarbox.transport import Capabilities, Message, Outcome, Publisher
 from pillarbox.transports.memory import MemoryTransport
+from tests.memory.store import MemoryStore
 
 TOPIC = "orders.events"
 FOR_EVER = 600.0

@@ -18,14 +18,14 @@ from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.log import LogStore
-from pillarbox.stores.memory import MemoryStore
-from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.pgoutput import Streamed
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, SKIPPING, OutboxStoreContract, World, delivery
+from tests.memory.log import MemoryLogStore
+from tests.memory.store import MemoryStore
 from tests.relays import soon
 from tests.servers import DATABASES, Database, Server, Servers
 

@@ -28,10 +28,10 @@ from pillarbox.cli.serving import answering, no_metrics, observe, parse_address
 from pillarbox.prometheus import PrometheusSignals
 from pillarbox.relay import Pacing, Relay
 from pillarbox.settings import Settings
-from pillarbox.stores.memory import MemoryStore
 from pillarbox.transport import Outcome, Verdict
 from pillarbox.transports.logging import LoggingTransport
 from tests.conftest import FreshDatabase
+from tests.memory.store import MemoryStore
 from tests.relays import Line, World, running, soon
 from tests.servers import Database, wait_until
 

@@ -20,9 +20,9 @@ from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.processing import Dealt, Processor
 from pillarbox.errors import CommitOutcomeUnknown
 from pillarbox.inbox import Admission
-from pillarbox.stores.memory_inbox import MemoryInbox, MemoryTable
-from pillarbox.testing.simulation.consumer_database import SimulatedUnitOfWork
-from pillarbox.testing.simulation.consumers import simulate_consumers
+from tests.memory.inbox import MemoryInbox, MemoryTable
+from tests.simulation.consumer_database import SimulatedUnitOfWork
+from tests.simulation.consumers import simulate_consumers
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 LIMIT = 100

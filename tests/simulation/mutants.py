@@ -32,12 +32,13 @@ from pillarbox.numbering import Numbering
 from pillarbox.outbox import LaneName, Status
 from pillarbox.relay import Relay
 from pillarbox.session import BoundSession
-from pillarbox.stores import memory, memory_log
-from pillarbox.stores.memory import MemoryStore
-from pillarbox.stores.memory_log import MemoryLogStore
-from pillarbox.testing.simulation import simulate, writers
-from pillarbox.testing.simulation.brokers import NumberedBroker
 from pillarbox.transport import Message, Outcome, Rejection, Verdict
+from tests.memory import log as log_store
+from tests.memory import store as memory_store
+from tests.memory.log import MemoryLogStore
+from tests.memory.store import MemoryStore
+from tests.simulation import simulate, writers
+from tests.simulation.brokers import NumberedBroker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -377,7 +378,7 @@ def _retries_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
     def due(rows: Any, now: float) -> list[Any]:
         return sorted((it for it in rows if it.due_at <= now and it.status != "FAILED"), key=lambda it: -it.id)
 
-    patch.setattr(memory, "_due_prefix", due)
+    patch.setattr(memory_store, "_due_prefix", due)
 
 
 @mutant("I9")
@@ -511,7 +512,7 @@ def _seen_is_newer_than_the_look(patch: pytest.MonkeyPatch) -> None:
         everybody = Snapshot(snapshot.xmax + 2, snapshot.xmax + 2)
         return window if window.start.paging else replace(window, snapshot=everybody)
 
-    patch.setattr(memory_log, "look", looked)
+    patch.setattr(log_store, "look", looked)
 
 
 @mutant("I5", first=23, log=True)
@@ -560,7 +561,7 @@ def _a_detour_has_a_snapshot_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("I", first=11, log=True, floods=True)
 def _the_lane_sends_what_goes_by_a_detour(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(memory_log, "detour_of", lambda _lane, _tenant: None)
+    patch.setattr(log_store, "detour_of", lambda _lane, _tenant: None)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from pillarbox.testing.simulation.checker import Entry, Ledger, check
+from tests.simulation.checker import Entry, Ledger, check
 
 
 def entry(number: int, *, key: str = "a", tenant: str | None = None, body: bytes = b"body", topic: str = "t") -> Entry:

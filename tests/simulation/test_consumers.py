@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pillarbox.testing.simulation.__main__ import main, run, told
-from pillarbox.testing.simulation.consumer_broker import line_of
-from pillarbox.testing.simulation.consumer_checker import Lot, Sent, check_consumed
-from pillarbox.testing.simulation.consumer_database import Record
-from pillarbox.testing.simulation.consumers import simulate_consumers
 from pillarbox.transport import Message
+from tests.simulation.__main__ import main, run, told
+from tests.simulation.consumer_broker import line_of
+from tests.simulation.consumer_checker import Lot, Sent, check_consumed
+from tests.simulation.consumer_database import Record
 from tests.simulation.consumer_mutants import MUTANTS, Mutant, seeds_to_catch
+from tests.simulation.consumers import simulate_consumers
 
 SEEDS = 300
 PART = 100
@@ -59,7 +59,7 @@ def test_h87_no_healthy_message_becomes_a_letter_whatever_is_away(call: str) -> 
 
 
 def test_a_seed_of_consumers_leaves_the_same_trace_in_every_process() -> None:
-    program = "from pillarbox.testing.simulation.consumers import *; print(simulate_consumers(7).digest)"
+    program = "from tests.simulation.consumers import *; print(simulate_consumers(7).digest)"
     digests = [
         subprocess.run(
             [sys.executable, "-c", program],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pillarbox.testing.simulation import simulate
-from pillarbox.testing.simulation.__main__ import main, run, told
-from pillarbox.testing.simulation.loop import SimulatedLoop
+from tests.simulation import simulate
+from tests.simulation.__main__ import main, run, told
+from tests.simulation.loop import SimulatedLoop
 from tests.simulation.mutants import MUTANTS, Mutant, seeds_to_catch
 
 SEEDS = 1_000
@@ -41,7 +41,7 @@ def test_a_relay_may_crash_at_every_call(seed: int, options: dict[str, Any], mom
 
 @pytest.mark.parametrize("seed", [7, 20, 33])
 def test_a_seed_leaves_the_same_trace_in_every_process(seed: int) -> None:
-    program = f"from pillarbox.testing.simulation import simulate; print(simulate({seed}).digest)"
+    program = f"from tests.simulation import simulate; print(simulate({seed}).digest)"
     digests = [
         subprocess.run(
             [sys.executable, "-c", program],

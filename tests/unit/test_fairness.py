@@ -13,7 +13,7 @@ from pillarbox.cursor import RowAt
 from pillarbox.fairness import FLOOD_PAGES, REST_SECONDS
 from pillarbox.outbox import Lane, LaneName, Page
 from pillarbox.stores.announced import position
-from pillarbox.stores.memory_log import MemoryLogStore
+from tests.memory.log import MemoryLogStore
 from tests.relays import TOPIC, Choosy, World, in_virtual_time, running, until
 
 

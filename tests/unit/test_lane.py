@@ -16,9 +16,9 @@ from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LARGE
 from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Row, Status
-from pillarbox.stores.memory import MemoryStore
-from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
+from tests.memory.log import MemoryLogStore
+from tests.memory.store import MemoryStore
 from tests.relays import Choosy, World, freeze, in_virtual_time, running, until
 
 OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)

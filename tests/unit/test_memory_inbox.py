@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pillarbox.inbox import Admission, LetterFilter
-from pillarbox.stores.memory_inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
 from pillarbox.testing.conformance.inbox import (
     CONSUMER,
     InboxContract,
@@ -21,6 +20,7 @@ from pillarbox.testing.conformance.inbox import (
     arrival,
     letter,
 )
+from tests.memory.inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
 
 
 class MemoryWorld(World):

@@ -10,8 +10,8 @@ import pytest
 
 from pillarbox.errors import LeaseLostError
 from pillarbox.outbox import Batch, Lane, RouteRecord, Status
-from pillarbox.stores.memory import MemoryStore
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
+from tests.memory.store import MemoryStore
 
 
 async def _take(store: MemoryStore, route: RouteRecord = ROUTE) -> Lane:

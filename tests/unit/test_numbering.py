@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from pillarbox.outbox import Status
-from pillarbox.stores.memory import MemoryStore
-from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.transport import Capabilities, Message, Outcome, TopicsRefusedError
+from tests.memory.log import MemoryLogStore
+from tests.memory.store import MemoryStore
 from tests.relays import TOPIC, Broker, World, in_virtual_time, running, until
 
 GROUPED = Capabilities(numbered=True, grouped=True)

@@ -20,9 +20,9 @@ from pillarbox.doorbell import Doorbell
 from pillarbox.errors import ConfigurationError
 from pillarbox.outbox import BUS, Batch, Census, Delivery, LaneName, RouteRecord, Status, shard_of
 from pillarbox.relay import Pacing, Relay, fair_share, open_ground
-from pillarbox.stores.memory import MemoryStore
 from pillarbox.telemetry import Sample
 from pillarbox.transport import Capabilities, Outcome
+from tests.memory.store import MemoryStore
 from tests.relays import Broker, Line, World, freeze, half, in_virtual_time, running, until
 
 KEYS = " ".join(f"{letter}1" for letter in ascii_lowercase)

@@ -13,8 +13,8 @@ import pytest
 from pillarbox import clock
 from pillarbox.outbox import Key, Lane, Page, RouteRecord, Row, Status
 from pillarbox.retry import RetryPolicy
-from pillarbox.stores.memory_log import MemoryLogStore
 from pillarbox.suspicion import FEW_KEYS, MANY_KEYS, Suspicion
+from tests.memory.log import MemoryLogStore
 from tests.relays import TOPIC, World, half, in_virtual_time, running, until
 
 MANY = " ".join(f"{letter}1" for letter in ascii_lowercase)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from ...outbox import LaneName, Status
-from .brokers import NumberedBroker
-from .checker import Entry
-from .loop import Life
+from pillarbox.outbox import LaneName, Status
+from tests.simulation.brokers import NumberedBroker
+from tests.simulation.checker import Entry
+from tests.simulation.loop import Life
 
 if TYPE_CHECKING:
     from .store import SimulatedStore

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...outbox import Delivery, FailurePolicy, Lane, LaneName, Status
-from ...stores.memory_log import MemoryLogStore
-from ...transport import Message
-from .brokers import event_of
+from pillarbox.outbox import Delivery, FailurePolicy, Lane, LaneName, Status
+from pillarbox.transport import Message
+from tests.memory.log import MemoryLogStore
+from tests.simulation.brokers import event_of
 
 if TYPE_CHECKING:
     from .world import World

@@ -12,10 +12,10 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ... import clock
-from ...outbox import Census, Lane
-from .loop import Life, SimulatedClock, SimulatedLoop
-from .wire import FAULTS, Chaos
+from pillarbox import clock
+from pillarbox.outbox import Census, Lane
+from tests.simulation.loop import Life, SimulatedClock, SimulatedLoop
+from tests.simulation.wire import FAULTS, Chaos
 
 ACTIVE = 12.0
 """Seconds in which things go wrong."""
@@ -59,7 +59,7 @@ class Course(ABC):
 
     def __init__(self, seed: int, *, focus: Focus | None, calm: bool, crash_at: tuple[int, str] | None) -> None:
         self.seed = seed
-        self.draw = random.Random(seed)  # noqa: S311  it is to be repeated
+        self.draw = random.Random(seed)
         self.loop = SimulatedLoop()
         self.database_clock = SimulatedClock(self.loop, self.draw, 1_000.0)
         outside = copy_context()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ...transport import Message, Received
-from .loop import Life
-from .wire import Chaos, Reply, Wire
+from pillarbox.transport import Message, Received
+from tests.simulation.loop import Life
+from tests.simulation.wire import Chaos, Reply, Wire
 
 Line = tuple[str | None, str]
 

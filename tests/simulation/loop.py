@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from ... import clock
+from pillarbox import clock
 
 _Step = tuple["Life | None", asyncio.Handle]
 

@@ -1,7 +1,7 @@
 """The log in memory: transactions with numbers, snapshots, and lanes with cursors, without a database.
 
 What a look finds and where a lane stands is decided by the same code as on PostgreSQL (`pillarbox.cursor`). What
-becomes of the rows is written down as in `stores.memory`, but no look goes by it: a row that the cursor has passed over
+becomes of the rows is written down as in `store`, but no look goes by it: a row that the cursor has passed over
 would stay PENDING for ever, and one that it finds twice is refused.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..cursor import FIRST_XID, Cursor, RowAt, Snapshot, Window, look
-from ..errors import BatchMismatchError, LaneHaltedError, StoreError
-from ..outbox import Ahead, Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
-from .announced import detour_of, moved, position, settled, settled_at
-from .memory import MemoryStore
+from pillarbox.cursor import FIRST_XID, Cursor, RowAt, Snapshot, Window, look
+from pillarbox.errors import BatchMismatchError, LaneHaltedError, StoreError
+from pillarbox.outbox import Ahead, Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
+from pillarbox.stores.announced import detour_of, moved, position, settled, settled_at
+from tests.memory.store import MemoryStore
 
 
 class MemoryLook(NamedTuple):

@@ -1,4 +1,4 @@
-"""Run many seeds: ``python -m pillarbox.testing.simulation --seeds 50000 --processes 2``."""
+"""Run many seeds: ``python -m tests.simulation --seeds 50000 --processes 2``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .consumers import simulate_consumers
-from .course import Result
-from .world import simulate
+from tests.simulation.consumers import simulate_consumers
+from tests.simulation.course import Result
+from tests.simulation.world import simulate
 
 CHUNK = 100
 TWICE = 100
@@ -61,7 +61,7 @@ def run(seeds: Iterable[int], world: Callable[[int], Result] = simulate) -> Repo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m pillarbox.testing.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3_000, help="how many")
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--processes", type=int, default=1)

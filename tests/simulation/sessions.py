@@ -15,21 +15,21 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine, StaticPool, create_engine, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from ... import session as sessions
-from ...aggregate import Aggregate
-from ...codecs import Codecs
-from ...commit import guard_commits
-from ...event import IntegrationEvent, Raised
-from ...outbox import Delivery, Key
-from ...route import Origin, Route, Router
-from ...stores import sqlite
-from ...stores.append import Appender
-from ...stores.migrations import migrate
-from ...stores.tables import outbox
-from ...telemetry import SILENT
-from ...tenancy import Tenancy
-from .checker import Entry
-from .writers import Transaction, Writers
+from pillarbox import session as sessions
+from pillarbox.aggregate import Aggregate
+from pillarbox.codecs import Codecs
+from pillarbox.commit import guard_commits
+from pillarbox.event import IntegrationEvent, Raised
+from pillarbox.outbox import Delivery, Key
+from pillarbox.route import Origin, Route, Router
+from pillarbox.stores import sqlite
+from pillarbox.stores.append import Appender
+from pillarbox.stores.migrations import migrate
+from pillarbox.stores.tables import outbox
+from pillarbox.telemetry import SILENT
+from pillarbox.tenancy import Tenancy
+from tests.simulation.checker import Entry
+from tests.simulation.writers import Transaction, Writers
 
 if TYPE_CHECKING:
     from .world import World

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-from .loop import Life, SimulatedLoop
+from tests.simulation.loop import Life, SimulatedLoop
 
 Reply = Callable[[Any], None]
 Effect = Callable[[Reply], None]

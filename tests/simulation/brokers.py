@@ -12,9 +12,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...transport import Capabilities, Message, Outcome, Rejection, Verdict
-from .loop import Life
-from .wire import Chaos, Reply, Wire
+from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
+from tests.simulation.loop import Life
+from tests.simulation.wire import Chaos, Reply, Wire
 
 FOR_EVER = 1_000_000
 UNSENDABLE = b"!"

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
-from ...consumers.dead_letters import DeadLetterRoute
-from ...consumers.handling import Handlers, MessageContext
-from ...consumers.intake import Flow, SubscriptionIntake
-from ...consumers.processing import Processor
-from ...consumers.reading import Reader
-from ...consumers.report import ConsumerReport
-from ...errors import Poison, Reject
-from ...event import IntegrationEvent
-from ...inbox import consumer_id
-from ...retry import RetryPolicy
-from ...transport import Message, Received
-from ...unit_of_work import UnitOfWork
-from .consumer_broker import HostileBroker, SimulatedSubscriber
-from .consumer_checker import Lot, Sent, check_consumed
-from .consumer_database import MARK, SOURCE, Database, SimulatedHome, SimulatedUnitOfWork
-from .course import ACTIVE, PATIENCE, Course, Focus, Result
-from .loop import START, Life
-from .wire import Wire
+from pillarbox.consumers.dead_letters import DeadLetterRoute
+from pillarbox.consumers.handling import Handlers, MessageContext
+from pillarbox.consumers.intake import Flow, SubscriptionIntake
+from pillarbox.consumers.processing import Processor
+from pillarbox.consumers.reading import Reader
+from pillarbox.consumers.report import ConsumerReport
+from pillarbox.errors import Poison, Reject
+from pillarbox.event import IntegrationEvent
+from pillarbox.inbox import consumer_id
+from pillarbox.retry import RetryPolicy
+from pillarbox.transport import Message, Received
+from pillarbox.unit_of_work import UnitOfWork
+from tests.simulation.consumer_broker import HostileBroker, SimulatedSubscriber
+from tests.simulation.consumer_checker import Lot, Sent, check_consumed
+from tests.simulation.consumer_database import MARK, SOURCE, Database, SimulatedHome, SimulatedUnitOfWork
+from tests.simulation.course import ACTIVE, PATIENCE, Course, Focus, Result
+from tests.simulation.loop import START, Life
+from tests.simulation.wire import Wire
 
 NAME = "simulated"
 TOPIC = "simulated.topic"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...transport import Message
-from .consumer_broker import Line, line_of
-from .consumer_database import DEAD_LETTER, EFFECT, FOLLOW_UP, Record
+from pillarbox.transport import Message
+from tests.simulation.consumer_broker import Line, line_of
+from tests.simulation.consumer_database import DEAD_LETTER, EFFECT, FOLLOW_UP, Record
 
 
 class Lot(StrEnum):

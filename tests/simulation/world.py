@@ -9,20 +9,20 @@ from contextvars import Context, copy_context
 from typing import Any, cast
 from uuid import UUID
 
-from ...bus import Bus
-from ...doorbell import Doorbell
-from ...outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
-from ...relay import Pacing, Relay, RelayStore
-from ...retry import RetryPolicy
-from ...transport import Message
-from .brokers import Broker, BrokerPublisher, NumberedBroker, event_of
-from .checker import Entry, Identity, Ledger, check
-from .course import ACTIVE, PATIENCE, Course, Focus, Result
-from .fate import Fate
-from .loop import Life
-from .store import PROGRESS, SimulatedStore, Watch
-from .wire import CALLS, Wire
-from .writers import Writers
+from pillarbox.bus import Bus
+from pillarbox.doorbell import Doorbell
+from pillarbox.outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
+from pillarbox.relay import Pacing, Relay, RelayStore
+from pillarbox.retry import RetryPolicy
+from pillarbox.transport import Message
+from tests.simulation.brokers import Broker, BrokerPublisher, NumberedBroker, event_of
+from tests.simulation.checker import Entry, Identity, Ledger, check
+from tests.simulation.course import ACTIVE, PATIENCE, Course, Focus, Result
+from tests.simulation.fate import Fate
+from tests.simulation.loop import Life
+from tests.simulation.store import PROGRESS, SimulatedStore, Watch
+from tests.simulation.wire import CALLS, Wire
+from tests.simulation.writers import Writers
 
 LEASE = 5.0
 MANY_CALLS = 5_000
@@ -131,7 +131,7 @@ class World(Course):
     def _writers(self, sessions: bool) -> Writers:
         if not sessions:
             return Writers(self)
-        from .sessions import SessionWriters  # noqa: PLC0415  brings SQLAlchemy
+        from .sessions import SessionWriters
 
         return SessionWriters(self)
 

@@ -16,9 +16,9 @@ from uuid import UUID, uuid4
 
 from msgspec.structs import replace
 
-from .. import clock
-from ..errors import DuplicateEventError, LeaseLostError, StoreError
-from ..outbox import (
+from pillarbox import clock
+from pillarbox.errors import DuplicateEventError, LeaseLostError, StoreError
+from pillarbox.outbox import (
     SHARDS,
     Announcement,
     Batch,
@@ -37,7 +37,7 @@ from ..outbox import (
     Trouble,
     digest,
 )
-from .announced import refuse_detours
+from pillarbox.stores.announced import refuse_detours
 
 _UNTRIED_OR_WAITING = (Status.PENDING, Status.RETRYING, Status.PARKED)
 _WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)

@@ -15,11 +15,11 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
-from .. import clock
-from ..errors import StoreError
-from ..inbox import Admission, Arrival, Letter, LetterFilter, LetterKind, LetterState
-from ..redaction import redacted
-from .inbox import Seen, admissions
+from pillarbox import clock
+from pillarbox.errors import StoreError
+from pillarbox.inbox import Admission, Arrival, Letter, LetterFilter, LetterKind, LetterState
+from pillarbox.redaction import redacted
+from pillarbox.stores.inbox import Seen, admissions
 
 _Place = tuple[int, str, UUID]
 _Key = TypeVar("_Key", bound=Hashable)

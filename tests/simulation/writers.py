@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from ...outbox import BUS, Delivery, Key, LaneName, RouteRecord, stable_hash
-from .brokers import FOR_EVER, UNSENDABLE
-from .checker import Entry
+from pillarbox.outbox import BUS, Delivery, Key, LaneName, RouteRecord, stable_hash
+from tests.simulation.brokers import FOR_EVER, UNSENDABLE
+from tests.simulation.checker import Entry
 
 if TYPE_CHECKING:
     from .store import SimulatedStore

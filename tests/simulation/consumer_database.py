@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from sqlalchemy.exc import OperationalError
 
-from ...codecs import Codecs
-from ...consumers.home import Home
-from ...errors import CommitOutcomeUnknown
-from ...inbox import Letter
-from ...outbox import Delivery
-from ...route import Router
-from ...stores.memory_inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
-from ...telemetry import SILENT
-from ...transport import Capabilities
-from .loop import Life
-from .wire import Chaos, Reply, Wire
+from pillarbox.codecs import Codecs
+from pillarbox.consumers.home import Home
+from pillarbox.errors import CommitOutcomeUnknown
+from pillarbox.inbox import Letter
+from pillarbox.outbox import Delivery
+from pillarbox.route import Router
+from pillarbox.telemetry import SILENT
+from pillarbox.transport import Capabilities
+from tests.memory.inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
+from tests.simulation.loop import Life
+from tests.simulation.wire import Chaos, Reply, Wire
 
 _Found = TypeVar("_Found")
 
