@@ -199,9 +199,9 @@ class UnitOfWork:
         if self._tenant is not None and self._tenant != self._tenancy.of(outer.session.sync_session):
             raise SessionError("the unit of work around this one has another tenant: say new_transaction=True")
         self._outer = outer
-        outer._inner += 1
         self._session, self._open = outer.session, True
         self._savepoint = await self.session.begin_nested()
+        outer._inner += 1  # not before: what the savepoint flushes may fail, and then nobody leaves
 
     async def _leave(self, error: BaseException | None) -> None:
         if self._outer is not None:

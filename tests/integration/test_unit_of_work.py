@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import ForeignKey, String, create_engine, delete, func, insert, inspect, select, text, update
 from sqlalchemy import event as sqlalchemy_events
-from sqlalchemy.exc import IllegalStateChangeError, InvalidRequestError
+from sqlalchemy.exc import IllegalStateChangeError, IntegrityError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Mapped, Session, mapped_column, selectinload, sessionmaker
 
@@ -581,6 +581,28 @@ class TestNesting:
                         raise RuntimeError
             assert await written(engine, "event_type", "tenant_id") == [("tests.order.placed", "acme")]
         await engine.dispose()
+
+    @pytest.mark.parametrize("fails", ["the aggregate's row", "the event"])
+    async def test_h127_one_that_cannot_begin_inside_leaves_the_outer_one_usable(
+        self, one_box: Pillarbox, fails: str
+    ) -> None:
+        """A savepoint flushes what the outer one holds, and that may fail."""
+        taken = await placed(one_box)
+        async with one_box.unit_of_work() as outer:
+            if fails == "the event":
+                outer.publish(first := OrderNoted(note="a"), key="k")
+                outer.publish(OrderNoted(note="b", event_id=first.event_id), key="k")
+            else:
+                outer.add(Order.place(order_id=taken.id))
+            with pytest.raises(DuplicateEventError if fails == "the event" else IntegrityError):
+                async with one_box.unit_of_work():
+                    pass
+            await outer.rollback()
+            outer.publish(OrderNoted(note="kept"), key="k")
+            async with one_box.unit_of_work() as inner:
+                inner.publish(OrderNoted(note="kept"), key="k")
+            await outer.commit()
+        assert await written(one_box.engine) == ["placed", "noted", "noted"]
 
     async def test_h25_new_transaction_says_that_it_wants_its_own(self, one_box: Pillarbox) -> None:
         with pytest.raises(RuntimeError):
