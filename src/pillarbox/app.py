@@ -190,10 +190,10 @@ class Pillarbox:
                 logger.exception("transports[%r] cannot be closed", name)
         await self.doorbell.close()
         self._started = False
-        if self._relay_engine is not None:
-            if self._relay_engine is not self._engine:
-                await self._relay_engine.dispose()
-            self._relay_engine = None
+        if self._relay_engine is not None and self._relay_engine is not self._engine:
+            await self._relay_engine.dispose()
+        if self._given is None or self._relay_engine is self._engine:
+            self._relay_engine = None  # any other is kept: its relays may run again when the box is started again
         if self._engine is not None and self._engine is not self._given:
             await self._engine.dispose()
             self._engine = self._unit_sessions = None

@@ -17,7 +17,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
@@ -152,7 +152,7 @@ class Relay:
         self._tried_at: float | None = None
         self._began_at: float | None = None
         self._reachable = True
-        self._stopping = False
+        self._stops = 0
         self._leaving = False
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
@@ -161,8 +161,15 @@ class Relay:
 
     # -- what people do with it ----------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Send until `stop` is called or we are cancelled. Lanes are released on the way out."""
+    def run(self) -> Coroutine[Any, Any, None]:
+        """Send until `stop` is called or we are cancelled. Lanes are released on the way out.
+
+        What counts is a `stop` after this call, even if its task has not begun by then: one that came before, after a
+        `drain` say, was for what ran at that time.
+        """
+        return self._run(self._stops)
+
+    async def _run(self, stops: int) -> None:
         if self._shares_connection:
             raise ConfigurationError(
                 "an in-memory SQLite has one connection, and a relay beside the service would commit the service's "
@@ -176,7 +183,7 @@ class Relay:
         over = asyncio.Event()
         looking = asyncio.ensure_future(self._keep_looking(over))
         try:
-            while not self._stopping:
+            while self._stops == stops:
                 self._wake.clear()
                 await self._attend()
                 if looking.done():
@@ -196,13 +203,12 @@ class Relay:
                     if self._feed is not None:
                         await self._feed.stop()
                 finally:
-                    self._stopping = False  # it may run again
                     self._began_at = None
                     self._finished.set()
 
     def stop(self) -> None:
         """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
-        self._stopping = True
+        self._stops += 1
         self._wake.set()
 
     async def finished(self) -> None:

@@ -55,7 +55,7 @@ async def box(engine: AsyncEngine) -> AsyncIterator[Pillarbox]:
         yield box
 
 
-def order_box(engine: AsyncEngine, broker: MemoryTransport | None = None) -> Pillarbox:
+def order_box(engine: AsyncEngine | str, broker: MemoryTransport | None = None) -> Pillarbox:
     retry = RetryPolicy(base=0.05, cap=0.1, attempts=2)
     route = Route("tests.order.*", to="broker", topic=TOPIC, retry=retry)
     return Pillarbox(engine, transports={"broker": broker or MemoryTransport()}, routes=[route])
@@ -293,6 +293,21 @@ async def test_draining_a_sqlite_in_memory() -> None:
         await place(box, changes=1)
         assert (await box.relay().drain()).sent == 2
         assert await settled(box)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("given", ["an engine", "a URL"])
+async def test_h128_a_relay_runs_again_after_its_box_was_stopped(sqlite_database: Database, given: str) -> None:
+    engine = create_async_engine(sqlite_database.url())
+    box = order_box(engine if given == "an engine" else sqlite_database.url())
+    async with box:
+        await set_up(box)
+        relay = box.relay()
+        await relay.drain()
+    async with box:
+        await place(box)
+        async with running(relay):
+            await received(box, 1)
     await engine.dispose()
 
 

@@ -315,6 +315,16 @@ class TestLeases:
             await task
 
     @in_virtual_time
+    async def test_h128_a_stop_after_a_drain_does_not_stop_the_next_run(self) -> None:
+        world = World()
+        relay = world.relay()
+        await relay.drain()
+        relay.stop()
+        world.write("a1")
+        async with running(relay):
+            await until(lambda: world.status("a1") is Status.SENT)
+
+    @in_virtual_time
     async def test_a_relay_can_run_again(self) -> None:
         world = World()
         relay = world.relay()
