@@ -89,7 +89,7 @@ example: setup ## the order service of examples/orders on http://127.0.0.1:8000,
 example-route-plans: setup ## the route plans of examples/route_plans, with their read model
 	$(BIN)/python -m examples.route_plans
 
-bench: setup servers ## measure, in about 15 minutes (BENCH="--store queue --only drain,late" to narrow)
+bench: setup servers ## measure, in about 15 minutes (BENCH="--only drain,late" to narrow)
 	$(BIN)/python -m bench $(BENCH)
 
 bench-quick: setup servers ## the same with small sizes, in a minute

@@ -28,7 +28,6 @@ from . import (
     side_by_side,
     signals,
     snapshot,
-    stores,
     write,
 )
 from .servers import Bench, bench
@@ -54,16 +53,15 @@ SUBJECTS: dict[str, ModuleType] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure.")
     parser.add_argument("--quick", action="store_true", help="small sizes: enough to see that it works")
-    parser.add_argument("--store", choices=stores.CHOICES, help="which store; the library's default unless given")
     parser.add_argument("--only", metavar="SUBJECT,...", help=f"some of: {', '.join(SUBJECTS)}")
     chosen = parser.parse_args()
     wanted = chosen.only.split(",") if chosen.only else list(SUBJECTS)
     if unknown := set(wanted) - SUBJECTS.keys():
         parser.error(f"no such subject: {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
-    with bench(QUICK if chosen.quick else FULL, chosen.store) as given:
+    with bench(QUICK if chosen.quick else FULL) as given:
         version = uvloop.run(given.check_durability())
         machine = {"cores": os.cpu_count(), "postgresql": version, "python": platform.python_version()}
-        figures.keep("machine", {"machine": {**machine, "store": chosen.store or stores.CHOICES[0]}})
+        figures.keep("machine", {"machine": machine})
         for name in wanted:
             _measure(name, given)
     print(f"written to {figures.RESULTS.relative_to(figures.RESULTS.parents[1])}")
@@ -73,7 +71,7 @@ def _measure(name: str, given: Bench) -> None:
     started = time.perf_counter()
     found = uvloop.run(SUBJECTS[name].measure(given))
     seconds = round(time.perf_counter() - started)
-    kept = figures.keep(name, found, quick=given.sizes.quick, store=given.store or stores.CHOICES[0], seconds=seconds)
+    kept = figures.keep(name, found, quick=given.sizes.quick, seconds=seconds)
     print(SUBJECTS[name].report(kept), f"  ({seconds} s)\n", sep="\n", flush=True)
 
 

@@ -30,7 +30,6 @@ class Task:
     """What a writer does: commits at a fixed rate, whether or not the last one has returned."""
 
     url: str
-    store: str | None
     rate: float
     """Events per second."""
     seconds: float
@@ -99,12 +98,12 @@ class RelayProcess:
 
 
 @asynccontextmanager
-async def relays(url: str, store: str | None, count: int) -> AsyncIterator[list[RelayProcess]]:
+async def relays(url: str, count: int) -> AsyncIterator[list[RelayProcess]]:
     """So many relays, each with an even share of the lanes."""
     async with AsyncExitStack() as stack:
         running = []
         for _ in range(count):
-            relay = RelayProcess(await _start("relay", url, store or ""))
+            relay = RelayProcess(await _start("relay", url))
             stack.push_async_callback(relay.stop)
             running.append(relay)
         for relay in running:
@@ -132,7 +131,7 @@ async def _start(*arguments: str) -> asyncio.subprocess.Process:
 async def _write(task: Task) -> None:
     committed: dict[int, float] = {}
     spare = "x" * (PAYLOAD_BYTES - 30)
-    async with box_on(task.url, Sink(), task.store, tenancy="off") as box, asyncio.TaskGroup() as group:
+    async with box_on(task.url, Sink(), tenancy="off") as box, asyncio.TaskGroup() as group:
 
         async def commit(first: int) -> None:
             async with box.unit_of_work(tenant=task.tenant) as uow:
@@ -149,12 +148,12 @@ async def _write(task: Task) -> None:
     print(json.dumps(committed))
 
 
-async def _relay(url: str, store: str | None) -> None:
+async def _relay(url: str) -> None:
     sink = OrderSink()
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with box_on(url, sink, store) as box:
+    async with box_on(url, sink) as box:
         relay = box.relay(batch=BATCH)
         running = asyncio.ensure_future(relay.run())
         print("ready", flush=True)
@@ -171,7 +170,7 @@ def _main() -> None:
     if sys.argv[1] == "write":
         uvloop.run(_write(Task(**json.loads(sys.argv[2]))))
     else:
-        uvloop.run(_relay(sys.argv[2], sys.argv[3] or None))
+        uvloop.run(_relay(sys.argv[2]))
 
 
 if __name__ == "__main__":

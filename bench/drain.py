@@ -105,7 +105,7 @@ async def _relays(bench: Bench) -> dict[str, object]:
 
 async def _with_relays(bench: Bench, url: str, box: Pillarbox, count: int) -> float:
     events = bench.sizes.relays_backlog
-    async with children.relays(url, bench.store, count) as running:
+    async with children.relays(url, count) as running:
         await fill(box, events)
         started = time.perf_counter()
         while await box.store.ready([ROUTE.id]):  # noqa: ASYNC110  other processes send

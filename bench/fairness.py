@@ -46,7 +46,7 @@ async def _latency(bench: Bench, crowd: int) -> tuple[dict[str, float], float]:
         if crowd:
             async with box.engine.begin() as connection:
                 await seed(connection, crowd, first=_CROWD, keys=1000, prefix="crowd-", tenant="large")
-        task = Task(url, bench.store, _PER_SECOND, bench.sizes.crowd_seconds, warm_up=0.0, tenant="small")
+        task = Task(url, _PER_SECOND, bench.sizes.crowd_seconds, warm_up=0.0, tenant="small")
         async with writer(task) as committing:
             await _until_written(box)
             relay, started = box.relay(), time.monotonic()

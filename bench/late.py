@@ -26,7 +26,7 @@ _IDLE = 2.0
 async def measure(bench: Bench) -> dict[str, float]:
     """All figures, by name."""
     events = bench.sizes.late
-    async with bench.database() as url, bench.box(url, Sink()) as box, relays(url, bench.store, 1) as [relay]:
+    async with bench.database() as url, bench.box(url, Sink()) as box, relays(url, 1) as [relay]:
         await fill(box, _OTHERS, first=2 * events)
         await _until(relay, _OTHERS)
         await asyncio.sleep(_IDLE)

@@ -28,7 +28,7 @@ async def measure(bench: Bench) -> dict[str, object]:
     async with bench.database() as url, bench.box(url, sink) as box:
         for number in range(bench.sizes.latency_rounds):
             for name, (rate, together) in _RATES.items():
-                task = Task(url, bench.store, rate, bench.sizes.latency_seconds, together, first=number * 1_000_000)
+                task = Task(url, rate, bench.sizes.latency_seconds, together, first=number * 1_000_000)
                 found[name].append(await _latency(box, sink, task))
     return {name: {each: _median(rounds, each) for each in ("p50", "p99")} for name, rounds in found.items()}
 

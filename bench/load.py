@@ -14,7 +14,6 @@ from pillarbox import IntegrationEvent, Message, Pillarbox, Route, clock
 from pillarbox.outbox import Delivery, LaneName
 from pillarbox.transport import Capabilities, Outcome
 
-from . import stores
 from .figures import BATCH, PAYLOAD_BYTES, body, seq_of
 
 ROUTE = Route("bench.**", to="sink", topic="bench.order.events")
@@ -83,13 +82,12 @@ class OrderSink(Sink):
 
 
 @asynccontextmanager
-async def box_on(url: str, sink: Sink, store: str | None, **options: Any) -> AsyncIterator[Pillarbox]:
+async def box_on(url: str, sink: Sink, **options: Any) -> AsyncIterator[Pillarbox]:
     """A box with one route to the sink, on tables that are made if they are missing."""
     engine = create_async_engine(url, **({"pool_size": 20} if url.startswith("postgresql") else {}))
     try:
         async with Pillarbox(engine, transports={"sink": sink}, routes=[ROUTE], **options) as box:
             await box.migrate()
-            await stores.choose(box, store)
             yield box
     finally:
         await engine.dispose()
@@ -122,20 +120,17 @@ async def seed(
     shards: int = 1,
     prefix: str = "",
     tenant: str | None = None,
-    extra: Mapping[str, str] | None = None,
 ) -> None:
     """The rows that as many units of work would have written, by one statement of PostgreSQL's own."""
-    more = "".join(f", {name}" for name in extra or {})
-    values = "".join(f", {value}" for value in (extra or {}).values())
     statement = f"""
     INSERT INTO pillarbox_outbox
-        (event_id, event_type, route, shard, schema_version, topic, key, tenant, headers, body{more})
+        (event_id, event_type, route, shard, schema_version, topic, key, tenant, headers, body)
     SELECT event_id, '{_TYPE}', :route, k % :shards, 1, :topic, '{prefix}' || k, :tenant,
         CAST('{{"event_id":"' || event_id || '","event_type":"{_TYPE}","occurred_at":"2026-01-01T00:00:00.000000Z",'
             '"aggregate_type":"order","aggregate_id":"' || k || '","schema_version":"1",'
             '"content_type":"application/json","event_index":"0","event_count":"1"}}' AS json),
         convert_to('{{"seq":' || n || ',"order_id":"' || event_id || '","customer":"customer-' || n % 1000
-            || '","note":"' || repeat('x', :note) || '"}}', 'UTF8'){values}
+            || '","note":"' || repeat('x', :note) || '"}}', 'UTF8')
     FROM (
         SELECT n, n % :keys AS k, CAST(
             lpad(to_hex(CAST(extract(epoch FROM clock_timestamp()) * 1000 AS bigint)), 12, '0') || '70008'

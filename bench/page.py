@@ -20,10 +20,6 @@ def main() -> None:
     results = figures.load()
     if quick := [name for name, run in results["runs"].items() if run.get("quick")]:
         raise SystemExit(f"error: measured with small sizes, which are no figures: {', '.join(quick)}; run make bench")
-    if len(mixed := {run["store"] for run in results["runs"].values() if "store" in run}) > 1:
-        raise SystemExit(
-            f"error: subjects were measured with different stores: {', '.join(sorted(mixed))}; run make bench"
-        )
     page = PAGE.read_text()
     for name, lines in _blocks(results):
         fence = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -39,7 +35,7 @@ def _blocks(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     cores = {1: "one core", 2: "two cores"}.get(machine["cores"], f"{machine['cores']} cores")
     python = machine["python"].rpartition(".")[0]
     postgresql = machine["postgresql"].split()[0]
-    measured = f"The {machine['store']} store, on a machine with {cores}, PostgreSQL {postgresql} and Python {python}."
+    measured = f"On a machine with {cores}, PostgreSQL {postgresql} and Python {python}."
     yield "machine", measured + _busy(results)
     yield "figures", _table(("figure", "measured"), [(f"`{name}`", value) for name, value in _figures(results)])
     yield (

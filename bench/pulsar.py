@@ -3,7 +3,6 @@ batches to be exact.
 
     pulsar_ratio            entries mixed, to the official client
     pulsar_by_key_ratio     entries by key, of 100 keys
-    pulsar_queue_ratio      entries mixed, from a queue
     pulsar_cpu_us           of the transport alone, in entries of a thousand
     pulsar_latency_ms       from COMMIT returning in one process to the broker's acknowledgement in another, at 100/s
     pulsar_latency_1000_ms  at 1,000/s
@@ -16,7 +15,6 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -75,15 +73,13 @@ async def measure(bench: Bench) -> dict[str, object]:
 
 async def _drain(bench: Bench, broker: LocalPulsar) -> dict[str, object]:
     events = bench.sizes.drain
-    rates: dict[str, list[float]] = {"mixed": [], "by_key": [], "queue": [], "official": []}
-    kinds = {"mixed": ("mixed", None), "by_key": ("by_key", None), "queue": ("mixed", "queue")}
+    rates: dict[str, list[float]] = {"mixed": [], "by_key": [], "official": []}
     for number in range(bench.sizes.few + 1):
         found = {"official": await asyncio.to_thread(_official, broker, events // 2)}
-        for name, (entries, store) in kinds.items():
+        for entries in ("mixed", "by_key"):
             sink = PulsarSink(broker, entries=entries)
-            chosen = bench if store is None else replace(bench, store=store)
-            async with bench.database() as url, chosen.box(url, sink) as box:
-                found[name] = await refill_and_drain(box, sink, events, keys=KEYS)
+            async with bench.database() as url, bench.box(url, sink) as box:
+                found[entries] = await refill_and_drain(box, sink, events, keys=KEYS)
         if number:  # the first time the broker's own code is compiled
             for name, rate in found.items():
                 rates[name].append(rate)
@@ -92,7 +88,6 @@ async def _drain(bench: Bench, broker: LocalPulsar) -> dict[str, object]:
     return {
         "pulsar_ratio": statistics.median(ratios["mixed"]),
         "pulsar_by_key_ratio": statistics.median(ratios["by_key"]),
-        "pulsar_queue_ratio": statistics.median(ratios["queue"]),
         "pulsar_per_second": statistics.median(rates["mixed"]),
         "pulsar_by_key_per_second": statistics.median(rates["by_key"]),
         "pulsar_floor_per_second": statistics.median(floor),
@@ -174,7 +169,7 @@ async def _latency(bench: Bench, broker: LocalPulsar) -> dict[str, object]:
                 sink.arrived.clear()
                 relay = box.relay()
                 running = asyncio.ensure_future(relay.run())
-                task = Task(url, bench.store, rate, bench.sizes.latency_seconds, together, first=number * 1_000_000)
+                task = Task(url, rate, bench.sizes.latency_seconds, together, first=number * 1_000_000)
                 committed = await write(task)
                 async with asyncio.timeout(20):
                     while not committed.keys() <= sink.arrived.keys():  # noqa: ASYNC110  a sink rings no bell
@@ -195,7 +190,6 @@ def report(results: Mapping[str, Any]) -> str:
         "pulsar: from the log into a real broker, exactly once, to a bare loop of the official client",
         f"  entries mixed         {results['pulsar_ratio']:8.2f} ({rates})",
         f"  by key, of {KEYS}        {results['pulsar_by_key_ratio']:8.2f}",
-        f"  from a queue, mixed   {results['pulsar_queue_ratio']:8.2f}",
         f"  CPU of the transport  {results['pulsar_cpu_us']:8.2f} us",
     ]
     for name, (rate, _) in _RATES.items():

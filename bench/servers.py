@@ -28,14 +28,12 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Bench:
-    """What a subject is given: a server, a store and how much to do."""
+    """What a subject is given: a server and how much to do."""
 
     url: str
     """A database of the server, not used but to make others from."""
     folder: Path
     sizes: Sizes
-    store: str | None = None
-    """None: the library's default."""
 
     @asynccontextmanager
     async def database(self) -> AsyncIterator[str]:
@@ -48,8 +46,8 @@ class Bench:
             await self._execute(f"DROP DATABASE {name} WITH (FORCE)")
 
     def box(self, url: str, sink: Sink, **options: Any) -> AbstractAsyncContextManager[Pillarbox]:
-        """A box with the store that is measured."""
-        return box_on(url, sink, self.store, **options)
+        """A box on a database."""
+        return box_on(url, sink, **options)
 
     async def check_durability(self) -> str:
         """Refuse a server that promises less than PostgreSQL does by default; its version comes back."""
@@ -77,7 +75,7 @@ async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 @contextmanager
-def bench(sizes: Sizes, store: str | None) -> Iterator[Bench]:
+def bench(sizes: Sizes) -> Iterator[Bench]:
     """Everything that a subject needs. Nothing of it is left behind, even if we are told to end."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pillarbox-bench-") as name:
@@ -85,7 +83,7 @@ def bench(sizes: Sizes, store: str | None) -> Iterator[Bench]:
         folder.chmod(0o711)  # the server may run as another user, who has to get through
         url = os.environ.get("PILLARBOX_BENCH_URL")
         if url is not None:
-            yield Bench(url, folder, sizes, store)
+            yield Bench(url, folder, sizes)
             return
         with EmbeddedPostgres(folder / "server", database="postgres") as server:
-            yield Bench(server.url, folder, sizes, store)
+            yield Bench(server.url, folder, sizes)

@@ -14,7 +14,7 @@ from typing import Any
 from pillarbox import Pillarbox
 from tests.servers import DatabaseServer, MariaDB, Missing, SQLite
 
-from . import floors, stores
+from . import floors
 from .load import Sink, box_on, refill_and_drain
 from .servers import Bench
 
@@ -48,10 +48,8 @@ async def measure(bench: Bench) -> dict[str, object]:
 
 
 async def _boxes(bench: Bench, sink: Sink, stack: AsyncExitStack) -> AsyncIterator[tuple[str, Pillarbox]]:
-    for store in stores.CHOICES:
-        url = await stack.enter_async_context(bench.database())
-        box = await stack.enter_async_context(box_on(url, sink, store))
-        yield f"PostgreSQL: {await stores.name_of(box)}", box
+    url = await stack.enter_async_context(bench.database())
+    yield "PostgreSQL", await stack.enter_async_context(box_on(url, sink))
     for name, kind in _OTHERS.items():
         server = kind(bench.folder / name)
         try:
@@ -59,8 +57,7 @@ async def _boxes(bench: Bench, sink: Sink, stack: AsyncExitStack) -> AsyncIterat
         except Missing:
             continue
         url = await stack.enter_async_context(_database(server))
-        box = await stack.enter_async_context(box_on(url, sink, None))
-        yield f"{name}: {await stores.name_of(box)}", box
+        yield name, await stack.enter_async_context(box_on(url, sink))
 
 
 @asynccontextmanager

@@ -47,7 +47,7 @@ async def _turns(bench: Bench, *, held: bool) -> float:
     async with bench.database() as url, bench.box(url, Sink()) as box:
         lanes = await box.store.take("bench", lease=3600, wanted={ROUTE.id: box.router.shards})
         assert len(lanes) == box.router.shards
-        task = Task(url, bench.store, _RATE, seconds + 5, _TOGETHER)
+        task = Task(url, _RATE, seconds + 5, _TOGETHER)
         async with writer(task), _old_transactions(box) if held else nullcontext():
             await _until_written(box)
             return await _sweep(box, lanes, seconds)

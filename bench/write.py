@@ -41,7 +41,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.transports.memory import MemoryTransport
 
-from . import stores
 from .figures import PAYLOAD_BYTES
 from .servers import Bench
 
@@ -166,7 +165,6 @@ async def measure(bench: Bench) -> dict[str, float]:
                 routes=[Route("bench.**", to="broker", topic="bench.order.events")],
             ) as box:
                 await prepare(box)
-                await stores.choose(box, bench.store)
                 for connections in sizes.connections:
                     results |= await pairs(variants(plain_engine, box), connections, sizes.slice_seconds, sizes.rounds)
         finally:

@@ -629,6 +629,8 @@ CELL = os.environ.get("MATRIX_CELL")
 if CELL is not None:
     KINDS |= CELLS[CELL]
     DATABASES = (next(iter(CELLS[CELL])),)
+QUEUES = tuple(kind for kind in ("mariadb", "sqlite") if kind in DATABASES) or ("sqlite",)
+"""Those where the outbox is a queue."""
 
 
 _TEMPLATE = "migrated"

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of latency, per round")
     asked = parser.parse_args()
     pythons = {"pillarbox": sys.executable, **{name: str(_environment(name)) for name in PEERS}}
-    with bench(FULL, None) as given:
+    with bench(FULL) as given:
         found = uvloop.run(_measure(given, pythons, asked.rounds, asked.events, asked.seconds))
     kept = figures.keep("peers", {"peers": found}, rounds=asked.rounds, events=asked.events)
     print(report(kept))

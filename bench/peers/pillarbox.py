@@ -30,7 +30,7 @@ class PillarboxRelay(Contender):
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
-        self._box = await self._stack.enter_async_context(box_on(self.url, self._sink, None))
+        self._box = await self._stack.enter_async_context(box_on(self.url, self._sink))
 
     async def prepare(self) -> None:
         await self.open()

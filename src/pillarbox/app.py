@@ -40,13 +40,12 @@ from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .retry import RetryPolicy
 from .route import Origin, Route, Router, check_key, check_routes, check_transports
-from .stores import sqlite, store_on, streaming_on
+from .stores import SqlStore, sqlite, store_on, streaming_on
 from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
 from .stores.letters import SqlLetters
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
-from .stores.queue import QueueStore
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, Transport
@@ -226,7 +225,7 @@ class Pillarbox:
         return self._engine
 
     @property
-    def store(self) -> QueueStore:
+    def store(self) -> SqlStore:
         """Where deliveries live."""
         self.engine  # noqa: B018  says what is missing
         return self._store

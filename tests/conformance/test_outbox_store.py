@@ -27,7 +27,7 @@ from pillarbox.testing.conformance.outbox import LEASE, ROUTE, SKIPPING, OutboxS
 from tests.memory.log import MemoryLogStore
 from tests.memory.store import MemoryStore
 from tests.relays import soon
-from tests.servers import DATABASES, Database, Server, Servers
+from tests.servers import QUEUES, Database, Server, Servers
 
 
 class MemoryWorld(World):
@@ -71,9 +71,9 @@ class Everything:
 
 
 class DatabaseWorld(World):
-    def __init__(self, engine: AsyncEngine, store: QueueStore) -> None:
+    def __init__(self, engine: AsyncEngine, store: LogStore | QueueStore) -> None:
         self.engine = engine
-        self.store: QueueStore = store
+        self.store: LogStore | QueueStore = store
 
     async def register(self, *records: RouteRecord) -> int:
         async with self.engine.begin() as connection:
@@ -182,8 +182,7 @@ def migrated(servers: Servers) -> Iterator[dict[str, Database]]:  # noqa: ARG001
 class DatabaseStoreContract(OutboxStoreContract):
     """What stores on a database promise beyond that."""
 
-    kind: ClassVar[type[QueueStore]]
-    name: ClassVar[str]
+    kind: ClassVar[type[LogStore | QueueStore]]
 
     @pytest.fixture
     def database_kind(self) -> str:
@@ -207,10 +206,9 @@ class DatabaseStoreContract(OutboxStoreContract):
             migrated[database_kind] = servers.create_database(database_kind)
         engine = create_async_engine(migrated[database_kind].url())
         sqlite.put_right(engine.sync_engine)
-        async with engine.begin() as connection:
-            if is_new:
+        if is_new:
+            async with engine.begin() as connection:
                 await connection.run_sync(migrate)
-            await connection.execute(update(meta).values(store=self.name))
         yield DatabaseWorld(engine, self.kind(engine))
         async with engine.begin() as connection:
             if engine.dialect.name == "postgresql":
@@ -298,9 +296,8 @@ class DatabaseStoreContract(OutboxStoreContract):
 
 class TestQueueStore(DatabaseStoreContract):
     kind = QueueStore
-    name = "queue"
 
-    @pytest.fixture(params=DATABASES)
+    @pytest.fixture(params=QUEUES)
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
 
@@ -318,7 +315,6 @@ class TestQueueStore(DatabaseStoreContract):
 
 class TestLogStore(DetourContract, DatabaseStoreContract):
     kind = LogStore
-    name = "log"
 
     @pytest.fixture(params=["embedded", "oldest"])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
@@ -326,7 +322,6 @@ class TestLogStore(DetourContract, DatabaseStoreContract):
 
 
 class TestCdcStore(DetourContract, DatabaseStoreContract):
-    name = "log"
     kind = LogStore
 
     @pytest.fixture(params=["logical", "logical-oldest"])

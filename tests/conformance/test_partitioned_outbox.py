@@ -1,4 +1,4 @@
-"""The stores of PostgreSQL on an outbox in partitions: the same promises, a lane's rows in all of them."""
+"""The log on an outbox in partitions: the same promises, a lane's rows in all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from pillarbox.stores import partitions
 from pillarbox.stores.log import LogStore
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.detours import DetourContract
 from tests.conformance.test_outbox_store import DatabaseStoreContract, DatabaseWorld, migrated
@@ -17,8 +16,14 @@ _RANGES = {"low": ("40000000", "80000000"), "middle": ("80000000", "c0000000")}
 """Of ids that tell no time, as the suite has them; the default partition takes the other half."""
 
 
-class PartitionedContract(DatabaseStoreContract):
+class TestPartitionedLog(DetourContract, DatabaseStoreContract):
     """A store whose rows are in several partitions."""
+
+    kind = LogStore
+
+    @pytest.fixture(params=["embedded", "oldest"])
+    def database_kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
 
     @pytest.fixture(autouse=True)
     async def partitioned(self, world: DatabaseWorld) -> None:
@@ -32,21 +37,3 @@ class PartitionedContract(DatabaseStoreContract):
                 await connection.exec_driver_sql(made)
                 renamed = f"pillarbox_outbox_{name}_pkey RENAME TO uq_pillarbox_outbox_event_{name}"
                 await connection.exec_driver_sql(f"ALTER INDEX {renamed}")  # by which writers know it
-
-
-class TestPartitionedLog(DetourContract, PartitionedContract):
-    kind = LogStore
-    name = "log"
-
-    @pytest.fixture(params=["embedded", "oldest"])
-    def database_kind(self, request: pytest.FixtureRequest) -> str:
-        return str(request.param)
-
-
-class TestPartitionedQueue(PartitionedContract):
-    kind = QueueStore
-    name = "queue"
-
-    @pytest.fixture(params=["embedded"])
-    def database_kind(self, request: pytest.FixtureRequest) -> str:
-        return str(request.param)

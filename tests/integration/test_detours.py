@@ -1,4 +1,4 @@
-"""A lane with a detour, and all who read cursors: the view, counting, pruning, converting, copying."""
+"""A lane with a detour, and all who read cursors: the view, counting, pruning, copying."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pillarbox.cursor import Cursor
 from pillarbox.outbox import Batch, Lane
 from pillarbox.stores import days, log, log_sql, retention
 from pillarbox.stores.announced import encode_detours
-from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.days import Fate
 from pillarbox.stores.inspection import backlog, lane_states
 from pillarbox.stores.partitions import Part
@@ -175,14 +174,6 @@ async def pruned(here: Outbox, older_than: float = 0.0) -> tuple[int, int]:
 
     async with here.engine.begin() as connection:
         return await connection.run_sync(prune)
-
-
-async def test_a_queue_that_was_a_log_goes_on_where_the_detour_was(here: Outbox) -> None:
-    await behind(here)
-    await Conversion(here.engine, Store.QUEUE, ANNA).run()
-    assert (await here.states())["a2"] == "PENDING"
-    assert await here.drain() == "a2 a3"
-    assert await here.ask(f"SELECT detours FROM pillarbox_lanes WHERE shard = {SHARD}") == [(None,)]
 
 
 async def test_h61_a_detour_pages_through_late_rows(here: Outbox) -> None:

@@ -15,11 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from pillarbox import IntegrationEvent, Pillarbox, Route, clock
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Batch, Failure, FailurePolicy, Lane, LaneName, shard_of
-from pillarbox.stores import leases, sqlite
+from pillarbox.stores import leases, sqlite, store_on
 from pillarbox.stores.columns import from_now, now
+from pillarbox.stores.leases import Leases
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from pillarbox.transports.memory import MemoryTransport
@@ -39,7 +39,7 @@ async def test_h30_a_lease_counts_from_the_moment_it_is_taken_however_old_the_tr
     sqlite.put_right(engine.sync_engine)
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
-        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+        await connection.run_sync(store_on(engine).register, [ROUTE])
     async with engine.begin() as connection:
         begun = (await connection.execute(select(now()))).scalar_one()
         while not (await connection.execute(select(from_now(-LEASE) > begun))).scalar_one():
@@ -101,31 +101,31 @@ async def locked(engine: AsyncEngine, name: LaneName) -> AsyncIterator[AsyncConn
 @with_locks_on_rows
 class TestALaneThatSomebodyHasLocked:
     @pytest.fixture
-    async def store(self, database: Database) -> AsyncIterator[QueueStore]:
+    async def store(self, database: Database) -> AsyncIterator[Leases]:
         engine = create_async_engine(database.url())
         self.engine = engine
         async with engine.begin() as connection:
             await connection.run_sync(migrate)
-            await connection.run_sync(QueueStore(engine).register, [ROUTE])
-        store = QueueStore(engine)
+            await connection.run_sync(store_on(engine).register, [ROUTE])
+        store = store_on(engine)
         yield store
         await store.let_go()
         await engine.dispose()
 
-    async def take(self, store: QueueStore) -> list[Lane]:
+    async def take(self, store: Leases) -> list[Lane]:
         return await store.take("r1", lease=60, wanted={ROUTE.id: 3})
 
-    async def renewed(self, store: QueueStore, held: Sequence[Lane], lease: float = LEASE) -> list[bool | None]:
+    async def renewed(self, store: Leases, held: Sequence[Lane], lease: float = LEASE) -> list[bool | None]:
         kept = await store.renew("r1", held, lease=lease, serves=[])
         return [kept.get(lane.name) for lane in held]
 
-    async def test_is_neither_renewed_nor_lost_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
+    async def test_is_neither_renewed_nor_lost_and_no_other_one_waits_for_it(self, store: Leases) -> None:
         held = await self.take(store)
         async with locked(self.engine, held[1].name):
             assert await self.renewed(store, held) == [True, False, True]
         assert await self.renewed(store, held) == [True, True, True]
 
-    async def test_is_lost_when_it_has_got_another_owner(self, store: QueueStore) -> None:
+    async def test_is_lost_when_it_has_got_another_owner(self, store: Leases) -> None:
         held = await self.take(store)
         async with locked(self.engine, held[1].name) as connection:
             here = (lanes.c.route == held[1].route.id, lanes.c.shard == held[1].shard)
@@ -133,7 +133,7 @@ class TestALaneThatSomebodyHasLocked:
             assert await self.renewed(store, held) == [True, False, True]
         assert await self.renewed(store, held) == [True, None, True]
 
-    async def test_is_renewed_as_soon_as_it_is_free(self, store: QueueStore) -> None:
+    async def test_is_renewed_as_soon_as_it_is_free(self, store: Leases) -> None:
         """A lane is also busy with the writes of its own owner, and is not lost for that."""
         held = await self.take(store)
         async with locked(self.engine, held[1].name):
@@ -144,25 +144,23 @@ class TestALaneThatSomebodyHasLocked:
                     await connection.rollback()
         assert await renewing == [True, True, True]
 
-    async def test_is_waited_for_together_with_all_others(
-        self, store: QueueStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_is_waited_for_together_with_all_others(self, store: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
         """However many somebody has locked, the leases of the rest are renewed in time."""
         held = await store.take("r1", lease=60, wanted={ROUTE.id: 16})
         left: list[float] = []
-        wait_for = QueueStore._wait_for
+        wait_for = Leases._wait_for
 
-        async def watched(self: QueueStore, few: Sequence[Lane], change: Any, until: float) -> dict[LaneName, bool]:
+        async def watched(self: Leases, few: Sequence[Lane], change: Any, until: float) -> dict[LaneName, bool]:
             left.append(until - clock.current().monotonic())
             return await wait_for(self, few, change, until)
 
-        monkeypatch.setattr(QueueStore, "_wait_for", watched)
+        monkeypatch.setattr(Leases, "_wait_for", watched)
         async with self.engine.begin() as connection:
             await connection.execute(select(lanes.c.epoch).with_for_update())
             assert await self.renewed(store, held) == [False] * 16
         assert [seconds > 0.001 for seconds in left] == [True, False, False, False]
 
-    async def test_is_not_released_and_no_other_one_waits_for_it(self, store: QueueStore) -> None:
+    async def test_is_not_released_and_no_other_one_waits_for_it(self, store: Leases) -> None:
         held = await self.take(store)
         async with locked(self.engine, held[1].name):
             with pytest.raises(StoreError, match=f"somebody else has locked {held[1]}"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from alembic import command
@@ -16,22 +15,18 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from msgspec.structs import replace
-from sqlalchemy import Connection, create_engine, insert, inspect, make_url, select, text, update
+from sqlalchemy import Connection, create_engine, inspect, make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 import pillarbox.alembic
 from pillarbox import Pillarbox
-from pillarbox.errors import ConfigurationError, NotMigratedError, RouteError
-from pillarbox.inbox import Admission, Arrival, consumer_id, digest_of
-from pillarbox.outbox import SHARDS, Batch
-from pillarbox.stores.columns import from_now
-from pillarbox.stores.inbox import SqlInbox
+from pillarbox.errors import ConfigurationError, NotMigratedError
+from pillarbox.outbox import SHARDS
+from pillarbox.stores import store_on
 from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
-from pillarbox.stores.tables import lanes, meta, metadata, outbox, routes
-from pillarbox.testing.conformance.outbox import ROUTE, delivery
+from pillarbox.stores.tables import meta, metadata, outbox
+from pillarbox.testing.conformance.outbox import ROUTE
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
 from tests.servers import Database
@@ -58,21 +53,6 @@ async def _run_step(engine: AsyncEngine, number: int) -> None:
         )
 
 
-def _register_as_before(connection: Connection) -> None:
-    """As releases did that knew the first steps only."""
-    retry = {"retry_base": ROUTE.retry.base, "retry_cap": ROUTE.retry.cap, "retry_attempts": ROUTE.retry.attempts}
-    more = {"on_failure": ROUTE.on_failure.value, "updated_at": from_now(), **retry}
-    connection.execute(
-        insert(routes).values(id=ROUTE.id, name=ROUTE.name, destination=ROUTE.destination, topic=ROUTE.topic, **more)
-    )
-    connection.execute(insert(lanes), [{"route": ROUTE.id, "shard": shard} for shard in range(SHARDS)])
-
-
-async def _rows(engine: AsyncEngine) -> Sequence[Any]:
-    async with engine.connect() as connection:
-        return (await connection.execute(select(outbox).order_by(outbox.c.id))).all()
-
-
 class TestMigrate:
     def test_the_release_knows_its_last_step(self) -> None:
         assert len(STEPS) == SCHEMA_VERSION
@@ -94,66 +74,12 @@ class TestMigrate:
             put_right(engine.sync_engine)
         assert sorted(await asyncio.gather(*(_migrate(engine) for _ in range(4)))) == [0, 0, 0, len(STEPS)]
 
-    async def test_an_outbox_that_was_written_before_an_upgrade_is_served_after_it(self, engine: AsyncEngine) -> None:
-        await _run_step(engine, 1)
-        store, row = QueueStore(engine), delivery()
-        async with engine.begin() as connection:
-            await connection.run_sync(_register_as_before)
-            await connection.run_sync(store.append, [row, delivery(), delivery()])
-            first = (await connection.execute(select(outbox.c.id).order_by(outbox.c.id).limit(1))).scalar_one()
-            await connection.execute(update(outbox).where(outbox.c.id == first).values(status="SENT"))
-        before = await _rows(engine)
-        assert await _migrate(engine) == len(STEPS) - 1
-        assert await _rows(engine) == before
-        [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
-        page = await store.poll(lane, limit=10)
-        assert len(page.fresh) == 2
-        lane = await store.announce(lane, Batch(items=[row.id for row in page.fresh]), settle=False)
-        await store.settle(lane)
-        assert {row.status for row in await _rows(engine)} == {"SENT"}
-
-    @pytest.mark.parametrize(("first", "then"), [("key", "tenant"), ("tenant", "key")])
-    async def test_what_lanes_are_chosen_by_is_said_once_after_an_upgrade(
-        self, engine: AsyncEngine, first: str, then: str
-    ) -> None:
-        """Earlier releases knew it, and did not write it down."""
-        for number in range(1, 7):
-            await _run_step(engine, number)
-        store = QueueStore(engine)
-        async with engine.begin() as connection:
-            await connection.run_sync(_register_as_before)
-        assert await _migrate(engine) == len(STEPS) - 6
-        [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
-        assert lane.route == ROUTE
-        for _ in range(2):
-            async with engine.begin() as connection:
-                await connection.run_sync(store.register, [replace(ROUTE, shard_by=first)])
-        async with engine.begin() as connection:
-            with pytest.raises(RouteError, match=f"shard_by='{then}', but its lanes are chosen by '{first}'"):
-                await connection.run_sync(store.register, [replace(ROUTE, shard_by=then)])
-
-    async def test_the_receiving_end_is_added_to_what_is_there(self, engine: AsyncEngine) -> None:
-        for number in range(1, 6):
-            await _run_step(engine, number)
-        store = QueueStore(engine)
-        async with engine.begin() as connection:
-            await connection.run_sync(_register_as_before)
-            await connection.run_sync(store.append, [delivery()])
-        before = await _rows(engine)
-        assert await _migrate(engine) == len(STEPS) - 5
-        assert await _rows(engine) == before
-        async with engine.begin() as connection:
-            await connection.run_sync(check_schema)
-            arrival = Arrival(uuid4(), 1, digest_of(b""))
-            for expected in (Admission.NEW, Admission.DUPLICATE):
-                assert await connection.run_sync(SqlInbox().admit, consumer_id("late"), None, [arrival]) == [expected]
-
     async def test_a_database_that_lacks_a_step_says_what_to_do(self, engine: AsyncEngine) -> None:
         for number in range(1, 7):  # the seventh adds a column
             await _run_step(engine, number)
         async with engine.begin() as connection:
             with pytest.raises(NotMigratedError, match="pillarbox migrate"):
-                await connection.run_sync(QueueStore(engine).register, [ROUTE])
+                await connection.run_sync(store_on(engine).register, [ROUTE])
 
     async def test_the_steps_make_what_the_tables_say(
         self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch

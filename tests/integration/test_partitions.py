@@ -28,14 +28,12 @@ from pillarbox.cli import partitions as cli
 from pillarbox.errors import DuplicateEventError, StoreError
 from pillarbox.outbox import Batch, Delivery, Failure, Status, stable_hash
 from pillarbox.stores import days, inspection, operations, partitions, retention, sqlite, store_on
-from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.days import Fate, Survey
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.partitions import first_id, is_busy, took_too_long, was_taken
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.retention import Page
 from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
@@ -382,34 +380,6 @@ class TestDays:
         assert len(await yard.drop()) == 1
         assert await yard.execute("SELECT * FROM pillarbox_failures") == []
 
-    async def test_what_failed_in_a_queue_and_was_discarded_in_a_log_keeps_no_day(self, yard: Yard) -> None:
-        await yard.partition(OLD[0])
-        await Conversion(yard.engine, Store.QUEUE, ANNA).run()
-        yard.broker.reject(lambda message: message.key == "bad")
-        await yard.publish("bad", OLD[0])
-        for _ in range(2):
-            await yard.execute("UPDATE pillarbox_outbox SET available_at = '2020-01-01' WHERE status = 'RETRYING'")
-            await yard.drain()
-        await Conversion(yard.engine, Store.LOG, ANNA).run()
-        assert await yard.statuses() == [("bad", Status.FAILED)]
-        assert await yard.fates() == {str(OLD[0]): (1, 1)}
-        await yard.request(Action.DISCARD, "bad")
-        await yard.drain()
-        assert len(await yard.drop()) == 1
-        assert await yard.execute("SELECT * FROM pillarbox_failures") == []
-
-    async def test_h62_of_a_queue(self, yard: Yard) -> None:
-        await yard.partition(*OLD)
-        await Conversion(yard.engine, Store.QUEUE, ANNA).run()
-        yard.broker.reject(lambda message: message.key == "bad")
-        await yard.publish("a", OLD[0], OLD[1])
-        await yard.publish("bad", OLD[1])
-        await yard.drain()
-        await yard.publish("c", OLD[2])
-        fates = {str(OLD[0]): (1, 0), str(OLD[1]): (2, 1), str(OLD[2]): (1, 1)}
-        assert await yard.fates() == fates
-        assert len(await yard.drop()) == 1
-
     async def test_h62_what_is_on_its_way_keeps_its_day(self, yard: Yard) -> None:
         await yard.partition(OLD[0])
         await yard.publish(KEYS[0], OLD[0], OLD[0])
@@ -548,8 +518,8 @@ class TestDays:
         assert sorted(yard.sent) == sorted(committed)
 
 
-class TestBothStores:
-    async def test_there_and_back_with_failures_in_several_partitions(self, yard: Yard) -> None:
+class TestFailures:
+    async def test_of_several_partitions_are_redriven(self, yard: Yard) -> None:
         await yard.partition(*OLD)
         yard.broker.reject(lambda message: message.key.startswith("bad"))
         await yard.publish("good", *OLD, uuid4())
@@ -558,10 +528,6 @@ class TestBothStores:
         for _ in range(3):
             await yard.drain()
         shown = await yard.statuses()
-        for to in (Store.QUEUE, Store.LOG):
-            await Conversion(yard.engine, to, ANNA).run()
-            assert await yard.statuses() == shown
-        assert await yard.execute(_VALID) == [(True,)]
         yard.broker.stop_rejecting()
         await yard.request(Action.REDRIVE, "bad-1")
         for _ in range(4):
@@ -571,38 +537,30 @@ class TestBothStores:
         assert (await yard.fates())[str(OLD[0])] == (2, 0)
 
 
-_WAITING = re.compile(r"using (ix_pillarbox_outbox_waiting|\w+_key_route_shard_id_idx)")
-_VALID = "SELECT indisvalid FROM pg_index WHERE indexrelid = CAST('ix_pillarbox_outbox_xid' AS regclass)"
 _MANY = """
-    INSERT INTO pillarbox_outbox (event_id, event_type, route, shard, schema_version, topic, key, headers, body, status)
+    INSERT INTO pillarbox_outbox (event_id, event_type, route, shard, schema_version, topic, key, headers, body)
     SELECT CAST(lpad(to_hex(CAST({0} AS bigint) + i), 12, '0') || '7' || substr(md5(CAST(i AS text)), 1, 19) AS uuid),
-           'a.b', {1}, i % 16, 1, 'orders', 'k' || i, '{{}}', '', {2} FROM generate_series(1, 8000) i
+           'a.b', {1}, i % 16, 1, 'orders', 'k' || i, '{{}}', '' FROM generate_series(1, 8000) i
 """
 
 
 class TestPlans:
     @pytest.mark.parametrize("analyzed", [False, True], ids=["without statistics", "with statistics"])
     @pytest.mark.parametrize("number", [1, 8, 31])
-    @pytest.mark.parametrize("store", ["log", "queue"])
     async def test_h117_every_partition_is_read_by_the_right_index(
-        self, fresh_database: FreshDatabase, analyzed: bool, number: int, store: str
+        self, fresh_database: FreshDatabase, analyzed: bool, number: int
     ) -> None:
-        """A partition without a page may be read in any way: that is no work. And without statistics the index of rows
-        that wait is as good as the lane's to find some of them, as it is in a table without partitions.
-        """
+        """A partition without a page may be read in any way: that is no work."""
         engine = create_async_engine(fresh_database("embedded").url())
-        kept: QueueStore = LogStore(engine) if store == "log" else QueueStore(engine)
+        kept = LogStore(engine)
         async with engine.begin() as connection:
             await connection.run_sync(migrate)
-            await connection.execute(text(f"UPDATE pillarbox_meta SET store = '{store}'"))
             await connection.run_sync(kept.register, [ROUTE])
             await _partitioned(connection, number)
             for day in (TODAY, TODAY + timedelta(days=1), date(2000, 1, 1)):
-                status = "'PENDING'" if store == "log" else "CASE i % 4 WHEN 0 THEN 'PARKED' ELSE 'SENT' END"
-                await connection.execute(text(_MANY.format(first_id(day).int >> 80, ROUTE.id, status)))
-            if store == "log":
-                passed = "(SELECT max(id) FROM pillarbox_outbox) || ' ' || pg_current_snapshot()"
-                await connection.execute(text(f"UPDATE pillarbox_lanes SET cursor = {passed}"))
+                await connection.execute(text(_MANY.format(first_id(day).int >> 80, ROUTE.id)))
+            passed = "(SELECT max(id) FROM pillarbox_outbox) || ' ' || pg_current_snapshot()"
+            await connection.execute(text(f"UPDATE pillarbox_lanes SET cursor = {passed}"))
         if analyzed:
             async with engine.begin() as connection:
                 await connection.execute(text("ANALYZE pillarbox_outbox"))
@@ -630,8 +588,6 @@ class TestPlans:
             for statement, parameters in statements:
                 if statement.lstrip().startswith("INSERT INTO pillarbox_outbox"):
                     continue
-                if "cursor IS NULL" in statement and store == "log":
-                    continue  # for lanes that are queues
                 found = await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
                 plan = [str(row[-1]) for row in found]
                 for line, condition in pairwise(plan):
@@ -639,7 +595,7 @@ class TestPlans:
                     if scan is None or scan[1] not in filled:
                         continue
                     assert "Seq Scan" not in line, "\n".join((statement, *plan))
-                    led = re.search(r"\b(xid|status|key|event_id|ctid|TID)\b", condition) or _WAITING.search(line)
+                    led = re.search(r"\b(xid|status|event_id|ctid|TID)\b", condition)
                     assert led, "\n".join((statement, *plan))
         await engine.dispose()
 

@@ -15,7 +15,6 @@ from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Batch, Failure
 from pillarbox.stores import rebase as module
-from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.rebase import Survey, forget, rebase, survey
 from pillarbox.stores.trail import Author
 from tests.conftest import FreshDatabase
@@ -204,27 +203,6 @@ async def test_h107_a_row_that_a_lane_has_paged_over_and_its_detour_has_not_is_t
     assert (found.late, found.failed) == (3, 1)
     assert sorted((await copy.drain()).split()) == ["l1", "n1", "o1"]
     assert (await copy.states())["l2"] == "FAILED"
-
-
-async def test_h107_a_copied_queue_can_become_a_log(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a queue nobody asks for numbers. In a log those of the source would be of transactions still to come."""
-    monkeypatch.setattr(module, "PORTION", 2)
-    source, address = await places.source()
-    await source.burn(20_000)
-    await Conversion(source.engine, Store.QUEUE, ANNA).run()
-    await source.write("a1 b1 c1")
-    assert await source.drain() == "a1 b1 c1"
-    await source.write("a2")
-    copy, target = await places.empty("elsewhere")
-    dump(address, target)
-    await copy.write("b2")
-    await run(copy)
-    assert await copy.ask("SELECT count(*) FROM pillarbox_outbox WHERE xid IS NOT NULL") == [(1,)]
-    await Conversion(copy.engine, Store.LOG, ANNA).run()
-    await copy.write("a3")
-    assert await copy.drain() == "a2 b2 a3"
-    await copy.write("c2")
-    assert await copy.drain() == "c2"
 
 
 async def test_what_was_written_into_the_copy_before_is_sent_too(places: Places) -> None:

@@ -23,7 +23,6 @@ from pillarbox.outbox import Batch, Delivery, Lane, Status, stable_hash
 from pillarbox.stores import archive, inspection, operations, retention, sqlite, store_on
 from pillarbox.stores.append import Appender
 from pillarbox.stores.archive import Archived, Writer
-from pillarbox.stores.convert import Conversion, Store
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
@@ -67,8 +66,7 @@ class Depot:
                 uow.publish(Came(load=load), key=key)
 
     async def drain(self) -> None:
-        if self.is_log or self.engine.dialect.name != "postgresql":
-            await make_due(self.engine)
+        await make_due(self.engine)
         await self.box.relay().drain()
 
     async def ask(self, question: Callable[..., _T], *arguments: Any) -> _T:
@@ -209,33 +207,16 @@ class TestH62AgeAloneNeverDeletes:
             for _ in range(7):
                 uow.publish(Came(event_id=uuid4()), key="a")
         await depot.drain()
-        if depot.is_log:  # as a queue has it
+        if depot.is_log:  # as if they had come back from an archive
             await depot.execute("UPDATE pillarbox_outbox SET status = 'SENT', sent_at = now()")
         assert (await depot.prune())[0] == 7
 
 
-@on_postgres
-class TestH62OfAQueueOnPostgres(TestH62AgeAloneNeverDeletes):
-    """The same, where the rows say themselves how far they are."""
-
-    @pytest.fixture
-    async def depot(self, depot: Depot) -> Depot:
-        await depot.execute("UPDATE pillarbox_meta SET store = 'queue'")
-        await depot.execute("UPDATE pillarbox_lanes SET cursor = NULL")
-        depot.is_log = False
-        return depot
-
-
-@on_postgres
-async def test_what_failed_in_a_queue_and_came_to_its_end_in_a_log(depot: Depot) -> None:
-    """Its row keeps the status that it had in the queue."""
-    await Conversion(depot.engine, Store.QUEUE, ANNA).run()
+async def test_what_failed_and_came_to_its_end_goes(depot: Depot) -> None:
     await depot.publish("thrown", "edited", "good")
     depot.broker.reject(lambda message: message.key != "good")
     for _ in range(3):
-        await depot.execute("UPDATE pillarbox_outbox SET available_at = '2020-01-01' WHERE status = 'RETRYING'")
-        await depot.box.relay().drain()
-    await Conversion(depot.engine, Store.LOG, ANNA).run()
+        await depot.drain()
     assert await depot.rows() == [("thrown", Status.FAILED), ("edited", Status.FAILED), ("good", Status.SENT)]
     assert (await depot.prune())[0] == 1
 
@@ -251,12 +232,13 @@ async def test_what_failed_in_a_queue_and_came_to_its_end_in_a_log(depot: Depot)
     assert (await depot.prune(older_than=3600.0))[0] == 0
     assert (await depot.prune())[0] == 2
     assert await depot.rows() == []
-    assert await depot.execute("SELECT * FROM pillarbox_failures") == []
 
     await depot.publish("thrown", "edited")
     await depot.drain()
     await depot.prune()
-    assert await depot.execute("SELECT * FROM pillarbox_journal") == []
+    if depot.is_log:
+        assert await depot.execute("SELECT * FROM pillarbox_failures") == []
+        assert await depot.execute("SELECT * FROM pillarbox_journal") == []
 
 
 def _edit(connection: Connection, key: str, event_id: UUID) -> None:
@@ -615,7 +597,7 @@ class TestDamage:
             await depot.ask(lambda it: archive.restore(it, rows, resend=True))
 
     async def test_rows_come_back_in_the_order_of_their_ids(self, depot: Depot, path: Path) -> None:
-        """A queue on PostgreSQL is archived by the ids of its events, and they are sent again as they were written."""
+        """A log is archived lane by lane; its rows are sent again in the order in which they were written."""
         rows = [*archive.read(path)]
         other = path.with_name("other.jsonl")
         scope = await depot.scope()

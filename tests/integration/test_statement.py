@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import event, func, select, text, update
+from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -16,9 +16,8 @@ from pillarbox.outbox import Batch
 from pillarbox.stores import turns
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.statement import DirectStatement
-from pillarbox.stores.tables import meta, outbox
+from pillarbox.stores.tables import outbox
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 
@@ -33,13 +32,13 @@ async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) 
 async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: AsyncEngine) -> None:
     before = await _backend(engine)
     with pytest.raises(ProgrammingError, match="nowhere"):
-        await QueueStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
+        await LogStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
     assert await _backend(engine) != before
 
 
 async def test_a_changed_table_is_an_error_once_at_most(engine: AsyncEngine) -> None:
     """A prepared statement knows the types of before. asyncpg forgets it by itself."""
-    store, look = QueueStore(engine), DirectStatement(text("SELECT * FROM shifting"))
+    store, look = LogStore(engine), DirectStatement(text("SELECT * FROM shifting"))
     async with engine.begin() as connection:
         await connection.execute(text("CREATE TABLE shifting AS SELECT 1 AS it"))
     for _ in range(8):  # psycopg prepares what it has seen often
@@ -57,11 +56,11 @@ async def test_a_changed_table_is_an_error_once_at_most(engine: AsyncEngine) -> 
 async def test_nothing_is_written_into_a_transaction_that_its_owner_has_given_up(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
-        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+        await connection.run_sync(LogStore(engine).register, [ROUTE])
     async with engine.connect() as connection:
         async with connection.begin() as transaction:
             await transaction.rollback()
-        await connection.run_sync(QueueStore(engine).append, [delivery("ghost")])
+        await connection.run_sync(LogStore(engine).append, [delivery("ghost")])
         assert connection.in_transaction()  # of SQLAlchemy's knowledge, so that nobody else commits it
         await connection.rollback()
     async with engine.connect() as connection:
@@ -71,13 +70,13 @@ async def test_nothing_is_written_into_a_transaction_that_its_owner_has_given_up
 async def test_whoever_watches_the_engine_sees_what_a_transaction_writes(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
-        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+        await connection.run_sync(LogStore(engine).register, [ROUTE])
     seen: list[str] = []
     for watched in (False, True):
         if watched:
             event.listen(engine.sync_engine, "before_cursor_execute", lambda *call: seen.append(call[2]))
         async with engine.begin() as connection:
-            await connection.run_sync(QueueStore(engine).append, [delivery("a")])
+            await connection.run_sync(LogStore(engine).append, [delivery("a")])
         assert [statement for statement in seen if "INSERT INTO pillarbox_outbox" in statement] == seen
         assert len(seen) == watched
     async with engine.connect() as connection:
@@ -87,14 +86,14 @@ async def test_whoever_watches_the_engine_sees_what_a_transaction_writes(engine:
 async def test_a_connection_that_is_lost_while_writing_fails_the_transaction(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
-        await connection.run_sync(QueueStore(engine).register, [ROUTE])
+        await connection.run_sync(LogStore(engine).register, [ROUTE])
     other = create_async_engine(engine.url)
     with pytest.raises(DBAPIError) as failed:
         async with engine.begin() as connection:
             pid = (await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one()
             async with other.begin() as killer:
                 await killer.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
-            await connection.run_sync(QueueStore(engine).append, [delivery("a")])
+            await connection.run_sync(LogStore(engine).append, [delivery("a")])
     assert failed.value.connection_invalidated
     await other.dispose()
     async with engine.connect() as connection:
@@ -102,7 +101,7 @@ async def test_a_connection_that_is_lost_while_writing_fails_the_transaction(eng
 
 
 async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
-    store = QueueStore(engine)
+    store = LogStore(engine)
     die = DirectStatement(text("SELECT pg_terminate_backend(pg_backend_pid())"))
     with pytest.raises(DBAPIError):
         await store.each_alone(die.fetch, {})
@@ -111,10 +110,10 @@ async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
 
 
 @pytest.fixture
-async def keeping(fresh_database: FreshDatabase) -> AsyncIterator[QueueStore]:
+async def keeping(fresh_database: FreshDatabase) -> AsyncIterator[LogStore]:
     """A store that has kept a connection, which takes statements at once."""
     engine = create_async_engine(fresh_database("embedded", empty=True).url(), pool_size=8)
-    store = QueueStore(engine)
+    store = LogStore(engine)
     store.keep()
     await store.fetch(PID, {})
     yield store
@@ -127,7 +126,7 @@ PID = DirectStatement(text("SELECT pg_backend_pid()"))
 
 
 async def test_a_kept_connection_takes_statements_without_a_greenlet(
-    keeping: QueueStore, monkeypatch: pytest.MonkeyPatch
+    keeping: LogStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not so one whose prepared statements somebody wants to name, as behind PgBouncer."""
     [(before,)] = await keeping.fetch(PID, {})
@@ -137,7 +136,7 @@ async def test_a_kept_connection_takes_statements_without_a_greenlet(
     named = create_async_engine(
         keeping._engine.url, connect_args={"prepared_statement_name_func": lambda: f"ours_{uuid4()}"}, pool_size=8
     )
-    store = QueueStore(named)
+    store = LogStore(named)
     store.keep()
     names = DirectStatement(text("SELECT name FROM pg_prepared_statements"))
     for _ in range(3):
@@ -146,7 +145,7 @@ async def test_a_kept_connection_takes_statements_without_a_greenlet(
     await named.dispose()
 
 
-async def test_what_fails_at_once_is_an_error_of_sqlalchemy_and_costs_the_connection(keeping: QueueStore) -> None:
+async def test_what_fails_at_once_is_an_error_of_sqlalchemy_and_costs_the_connection(keeping: LogStore) -> None:
     [(before,)] = await keeping.fetch(PID, {})
     with pytest.raises(ProgrammingError, match="nowhere"):
         await keeping.fetch(DirectStatement(text("SELECT * FROM nowhere")), {})
@@ -165,7 +164,7 @@ async def test_transactions_do_not_wait_for_connections_that_others_are_to_get(
 ) -> None:
     monkeypatch.setattr(turns, "HUNG_SECONDS", 3.0)
     engine = create_async_engine(fresh_database("embedded").url(), pool_size=turns.AT_A_TIME, max_overflow=0)
-    store = QueueStore(engine)
+    store = LogStore(engine)
     store.keep()
     slow = DirectStatement(text("SELECT pg_sleep(0.2)"))
     working = [asyncio.ensure_future(store.each_alone(slow.fetch, {})) for _ in range(turns.AT_A_TIME)]
@@ -179,7 +178,7 @@ async def test_transactions_do_not_wait_for_connections_that_others_are_to_get(
 
 
 async def test_what_hangs_or_is_cancelled_leaves_no_connection_behind(
-    keeping: QueueStore, monkeypatch: pytest.MonkeyPatch
+    keeping: LogStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for_ever = DirectStatement(text("SELECT pg_sleep(600)"))
     [(before,)] = await keeping.fetch(PID, {})
@@ -201,17 +200,14 @@ async def test_what_hangs_or_is_cancelled_leaves_no_connection_behind(
     assert last != after
 
 
-@pytest.mark.parametrize("kind", ["log", "queue"])
 async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_does(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A standby that never answers lets every COMMIT wait that must be durable."""
     monkeypatch.setattr(turns, "HUNG_SECONDS", 1.0)
-    async with engine.begin() as connection:
-        await connection.run_sync(migrate)
-        await connection.execute(update(meta).values(store=kind))
     store = LogStore(engine)
     async with engine.begin() as connection:
+        await connection.run_sync(migrate)
         await connection.run_sync(store.register, [ROUTE])
         await connection.run_sync(store.append, [delivery("a"), delivery("b")])
     [lane] = await store.take("r", lease=60, wanted={ROUTE.id: 1})
@@ -220,7 +216,7 @@ async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_
         while await _commits(engine):
             pass
         announced = lane
-        for settles in (False, True)[: 1 + (kind == "log")]:  # a queue never settles before it is on the disk
+        for settles in (False, True):
             page = await store.poll(announced, limit=1)
             batch = Batch(items=[row.id for row in page.fresh], cursor=page.cursor, relaxed=True)
             announced = await store.announce(announced, batch, settle=settles)
@@ -230,16 +226,6 @@ async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_
             await store.settle(announced)
     finally:
         await _configure(engine, "synchronous_standby_names", "")
-
-
-async def test_a_copy_of_a_queue_needs_no_rebase(engine: AsyncEngine) -> None:
-    """Only cursors depend on the numbers of transactions."""
-    async with engine.begin() as connection:
-        await connection.run_sync(migrate)
-        await connection.execute(update(meta).values(store="queue"))
-        await connection.run_sync(LogStore(engine).register, [ROUTE])
-        await connection.execute(text("UPDATE pillarbox_origin SET first_xmin = first_xmin + 1 WHERE id = 2"))
-    assert await LogStore(engine).take("r", lease=60, wanted={ROUTE.id: 1})
 
 
 async def _commits(engine: AsyncEngine) -> bool:

@@ -42,7 +42,6 @@ from .arguments import (
     together,
 )
 from .bodies import check_body
-from .convert import command as convert
 from .database import ask, change, changing, load_settings, run
 from .identity import command as new_install_id
 from .output import CommandError, Exit, age, emit, number, plain, shown, table
@@ -66,7 +65,6 @@ def command() -> None:
 
 command.add_command(rebase)
 command.add_command(new_install_id)
-command.add_command(convert)
 command.add_command(partition)
 
 # -- looking -----------------------------------------------------------------------------------------------------------

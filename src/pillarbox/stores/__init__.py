@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigurationError, MissingExtraError
+from ..outbox import Appends, LaneStore, OutboxStore
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from ..telemetry import Signals
     from .feed import Feed
+    from .log import LogStore
     from .queue import QueueStore
 
 
-def store_on(engine: AsyncEngine) -> QueueStore:
-    """The store for a database. On PostgreSQL each of its lanes is a log or a queue, as the database says."""
+class SqlStore(LaneStore, OutboxStore, Appends, Protocol):
+    """A store on a relational database, for relays and for sessions."""
+
+    def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
+        """Whether the transaction that wrote this row has committed. Waits for it, if it is still at work."""
+        ...
+
+
+def store_on(engine: AsyncEngine) -> LogStore | QueueStore:
+    """The store for a database: a log on PostgreSQL, a queue elsewhere."""
     if engine.dialect.name == "postgresql":
         from .log import LogStore  # noqa: PLC0415  others need not load it
 
@@ -27,7 +40,7 @@ def store_on(engine: AsyncEngine) -> QueueStore:
 
 def streaming_on(
     engine: AsyncEngine, relay: str, slot: str | None, buffer_bytes: int, signals: Signals
-) -> tuple[QueueStore, Feed]:
+) -> tuple[LogStore, Feed]:
     """The store for a relay that gets bodies by logical replication, and what brings them."""
     if engine.dialect.name != "postgresql":
         raise ConfigurationError(

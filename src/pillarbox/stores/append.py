@@ -23,9 +23,6 @@ _COLUMNS = ("event_id", "event_type", "route", "shard", "schema_version", "topic
 _ARRAYS = ("uuid", "text", "bigint", "integer", "integer", "text", "text", "text", "text", "bytea")
 _ROWS_PER_STATEMENT = 100
 
-LOG = "log"
-"""What ``pillarbox_meta`` calls a database whose lanes have cursors."""
-
 
 class Appender:
     """`Appends` on a relational database."""
@@ -35,8 +32,8 @@ class Appender:
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
         with explained():
-            shards, store = connection.execute(select(meta.c.shards, meta.c.store)).one()
-            start = {"cursor": str(Cursor())} if store == LOG else {}
+            shards = connection.execute(select(meta.c.shards)).scalar_one()
+            start = {"cursor": str(Cursor())} if connection.dialect.name == "postgresql" else {}
             known = {row.id: row for row in connection.execute(select(routes))}
             made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
             for record in sorted(records, key=lambda record: record.id):

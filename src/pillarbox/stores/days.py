@@ -20,7 +20,7 @@ from sqlalchemy import Connection, text
 
 from ..clock import time_of
 from .partitions import Layout, Part, layout, waits_briefly
-from .retention import BEHIND, OLD, SETTLED_SINCE, Scope, Stretch, alone, by_journal, guard
+from .retention import BEHIND, OLD, Scope, Stretch, alone, by_journal, guard
 
 _GRACE = timedelta(days=1)
 
@@ -115,7 +115,6 @@ _COUNT = f"""
     SELECT count(*), count(*) FILTER (WHERE (
         o.created_at < :before AND (
             o.status = 'SENT' AND coalesce(o.sent_at, o.created_at) < :before OR o.status = 'DISCARDED'
-            OR {SETTLED_SINCE}
             OR {BEHIND} AND p.route IS NOT NULL AND {OLD.format(told="p.told", passed="p.passed")}
         )
     ) IS NOT TRUE)

@@ -7,9 +7,10 @@ of its owner names both, so an owner that was asleep changes nothing when it wak
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
@@ -38,12 +39,15 @@ from sqlalchemy.exc import DBAPIError
 from .. import clock
 from ..cursor import Cursor
 from ..errors import LeaseLostError, StoreError
-from ..outbox import Announcement, Census, Key, Lane, LaneName, Shards, Status, Trouble
+from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Shards, Status, Trouble
+from ..redaction import redacted
 from .announced import decode_detours
 from .append import route_record
 from .columns import from_now
 from .tables import lanes, meta, outbox, relays, routes, tenants
 from .turns import HUNG_SECONDS, Turns
+
+logger = logging.getLogger("pillarbox")
 
 _FORGET_AFTER_SECONDS = 3600.0
 """How long a relay that died stays in its table, for people to see."""
@@ -61,7 +65,19 @@ class Leases(Turns):
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
-        return await self.change_apart(self._take, relay, lease, wanted, shards)
+        taken = await self.change_apart(self._take, relay, lease, wanted, shards)
+        unready: list[Lane] = []
+        for lane in taken:
+            if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
+                try:
+                    await self.all_or_nothing(self.free_parked, lane)
+                except Exception as error:
+                    logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
+                    unready.append(lane)
+        if unready:
+            with suppress(Exception):  # else they wait until their leases end, and the others must not
+                await self.release(relay, unready)
+        return [lane for lane in taken if lane not in unready]
 
     def _take(
         self,
@@ -76,6 +92,10 @@ class Leases(Turns):
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
         """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
+        raise NotImplementedError
+
+    def free_parked(self, connection: Connection, lane: Lane) -> None:
+        """The route may have parked behind dead rows until it was told to skip them: wake what waits behind these."""
         raise NotImplementedError
 
     async def renew(
@@ -155,6 +175,11 @@ def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
     )
     if changed.rowcount != 1:
         raise lease_lost(lane)
+
+
+def confirm(connection: Connection, lane: Lane) -> None:
+    """Change nothing, but fail if the lane is not ours any more."""
+    fenced(connection, lane, tries=lane.tries)
 
 
 def lease_lost(lane: Lane) -> LeaseLostError:

@@ -8,8 +8,6 @@ queue: among the waiting rows of a key the first one decides.
 Because nothing is kept with a row, what a look does not see is gone for good. So a look is one statement, on a primary,
 that no policy filters; and a database that has other transaction numbers than it had, because it was restored or went
 back in time, is refused.
-
-A lane without a cursor is served as the queue that it still is.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from ..errors import LaneHaltedError, StoreError
 from ..outbox import Ahead, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
+from .append import Appender
 from .failures import Failures, decode_headers, place, row_of
-from .leases import fenced, lease_lost, stored, with_keys
-from .queue import QueueStore
+from .leases import Leases, confirm, fenced, lease_lost, stored, with_keys
 from .schema import SCHEMA_VERSION
 from .statement import DirectStatement
 
@@ -45,11 +43,12 @@ _WORTH_A_WRITE = 1_000
 """A detour that finds nothing moves on when this many rows, or more, lay between."""
 
 
-class LogStore(QueueStore):
+class LogStore(Appender, Leases):
     """`LaneStore`, `OutboxStore` and `Appends` on PostgreSQL."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        super().__init__(engine)
+        Appender.__init__(self)
+        Leases.__init__(self, engine)
         self._warned = False
         self._rows = RowReader()
         self._places: dict[LaneName, str] = {}
@@ -60,33 +59,25 @@ class LogStore(QueueStore):
         if guards.standby:
             raise StoreError("this server is a standby: relays need the primary")
         taken = super()._take(connection, *arguments)
-        if any(lane.cursor is not None for lane in taken):
-            *asked, schema = guards
-            if schema > SCHEMA_VERSION:  # a newer release may keep in a lane what we would not look at
-                raise StoreError(f"the database has schema version {schema}, newer than this relay: upgrade pillarbox")
-            self._check(*asked)  # else nothing is taken, either
+        if taken:
+            self._check(guards)  # if it refuses, nothing is taken
         return taken
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
-        queues = [lane for lane in taken if lane.cursor is None]
-        logs = [lane for lane in taken if lane.cursor is not None]
-        found = super().with_waiting_keys(connection, queues) if queues else []
-        if not logs:
-            return found
-        names = {"routes": [lane.route.id for lane in logs], "shards": [lane.shard for lane in logs]}
+        names = {"routes": [lane.route.id for lane in taken], "shards": [lane.shard for lane in taken]}
         discarded: dict[LaneName, set[Ahead]] = {}
         for route, shard, row, xid, tenant in connection.execute(sql.DISCARDED, names):
             discarded.setdefault(LaneName(route, shard), set()).add(Ahead(RowAt(row, xid or 0), tenant))
-        found += [
+        return [
             replace(lane, discarded=frozenset(discarded.get(lane.name, ())))
-            for lane in with_keys(logs, connection.execute(sql.WAITING, names))
+            for lane in with_keys(taken, connection.execute(sql.WAITING, names))
         ]
-        return sorted(found, key=attrgetter("name"))
 
-    def _check(
-        self, original: bool | None, cache: int, _standby: bool, filtered: bool, fsync: str, synchronous: str
-    ) -> None:
+    def _check(self, guards: Any) -> None:
         """Refuse a database in which a cursor would mean something else than it meant when it was written."""
+        _, original, cache, filtered, fsync, synchronous, schema = guards
+        if schema > SCHEMA_VERSION:  # a newer release may keep in a lane what we would not look at
+            raise StoreError(f"the database has schema version {schema}, newer than this relay: upgrade pillarbox")
         if not original:
             raise StoreError(
                 "this database is a copy, from a dump or by replication, and its transactions have other numbers than "
@@ -109,15 +100,11 @@ class LogStore(QueueStore):
         self._warned = True
 
     def free_parked(self, connection: Connection, lane: Lane) -> None:
-        if lane.cursor is None:
-            super().free_parked(connection, lane)
-        else:
-            fenced(connection, lane, tries=lane.tries)
-            connection.execute(sql.FREE_PARKED, place(lane))
+        confirm(connection, lane)
+        connection.execute(sql.FREE_PARKED, place(lane))
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
-        queues = await super().ready(routes, relay=relay)
-        return queues | await self.each_alone(_ready, sorted(routes), relay)
+        return await self.each_alone(_ready, sorted(routes), relay)
 
     async def poll(
         self,
@@ -128,8 +115,6 @@ class LogStore(QueueStore):
         paused: Collection[str] = (),
         detour: str | None = None,
     ) -> Page:
-        if lane.cursor is None:
-            return await super().poll(lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
         try:
             return await self._look(lane, _Room(limit, max_bytes, self._rows), sorted(paused), detour)
         except LaneHaltedError:
@@ -155,19 +140,13 @@ class LogStore(QueueStore):
         return _Looked(start, room.limit, None).glance(await self.fetch(_glance(question), question))
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        if lane.cursor is None:
-            return await super().part(lane, tenants)
         parted = {**(lane.detours or {}), **{it: lane.cursor for it in tenants if it not in (lane.detours or ())}}
         return await self.all_or_nothing(_divide, lane, parted)
 
     async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        if lane.cursor is None:
-            return await super().join(lane, tenants)
         return await self.all_or_nothing(_join, lane, tenants)
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
-        if lane.cursor is None:
-            return await super().announce(lane, batch, settle=settle)
         lane.check_announced(wanted=settle)
         following, skipped = _following(lane, batch)
         if not (lane.waiting or skipped or batch.failures or batch.parked or batch.requests):
@@ -183,21 +162,17 @@ class LogStore(QueueStore):
         parked: Sequence[int] = (),
         attempts: Mapping[int, int] | None = None,
     ) -> Lane:
-        changes = bool(failures or parked or attempts)
-        if lane.cursor is None or (lane.announced is not None and not changes):
-            return await super().amend(lane, failures, parked=parked, attempts=attempts)
-        if lane.announced is None:
-            if changes:
+        if failures or parked or attempts:
+            if lane.announced is None:
                 raise StoreError("there is no announced batch to amend")
-            # Nothing depends on it but whether we go on, so nothing is written.
-            if not await self._is_ours(lane):
-                raise lease_lost(lane)
-            return lane
-        return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
+            return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
+        if lane.announced is not None:
+            await self.all_or_nothing(confirm, lane)
+        elif not await self._is_ours(lane):  # nothing depends on it but whether we go on, so nothing is written
+            raise lease_lost(lane)
+        return lane
 
     async def settle(self, lane: Lane) -> Lane:
-        if lane.cursor is None:
-            return await super().settle(lane)
         lane.check_announced()
         following = settled(lane)
         if not lane.waiting:
@@ -206,8 +181,6 @@ class LogStore(QueueStore):
         return await self.all_or_nothing(_settle, lane, following)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        if lane.cursor is None:
-            return await super().rebuild(lane)
         return await self.each_alone(_rebuild, lane)
 
     async def _is_ours(self, lane: Lane) -> bool:

@@ -21,7 +21,6 @@ _ROW = "id, event_id, topic, key, tenant, headers, body"
 _COLUMNS = "o.id, o.event_id, o.topic, o.key, o.tenant, CAST(o.headers AS text) AS headers, o.body"
 _LANE = "o.route = :route AND o.shard = :shard"
 _FRESH = f"{_LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
-_LIVE = "ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']"
 
 
 # The planner does not know what a subquery will give. So it cannot think that the next values make another plan better,
@@ -286,10 +285,7 @@ def _delivery_of(failures: str) -> str:
                CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
                f.attempts, f.status, o.schema_version
         FROM ({failures}) f CROSS JOIN LATERAL (
-            SELECT one.* FROM unnest({_LIVE}) AS s(status) CROSS JOIN LATERAL (
-                SELECT o.* FROM pillarbox_outbox o
-                WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = f.row_id ORDER BY o.id LIMIT 1
-            ) one
+            SELECT o.* FROM pillarbox_outbox o WHERE {_FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
         ) o"""  # noqa: S608  constants
 
 
@@ -340,7 +336,7 @@ _SEEN = "CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot)"
 READY = text(
     f"""
     SELECT l.route, l.shard FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
-    WHERE l.route = ANY (CAST(:routes AS bigint[])) AND NOT l.paused AND l.cursor IS NOT NULL
+    WHERE l.route = ANY (CAST(:routes AS bigint[])) AND NOT l.paused
       AND (CAST(:relay AS text) IS NULL OR (l.locked_by = CAST(:relay AS text) AND l.locked_until > clock_timestamp()))
       AND (
         l.announced IS NOT NULL OR split_part(l.cursor, ' ', 3) <> ''
@@ -433,10 +429,9 @@ JOURNAL = text(
 KNOWN = text(
     f"""
     SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
-    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN unnest({_LIVE}) AS s(status)
-    CROSS JOIN LATERAL (
+    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
         SELECT o.id, o.xid, o.tenant, o.key FROM pillarbox_outbox o
-        WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = i.id ORDER BY o.id LIMIT 1
+        WHERE {_FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
     ) o
     """  # noqa: S608  constants
 )
@@ -491,22 +486,6 @@ DONE = (
     text(
         f"DELETE FROM pillarbox_failures f "  # noqa: S608
         f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
-    ),
-    # What failed in a queue has its status from there, with which no look takes it for fresh; now that is over.
-    text(
-        f"""
-        WITH found AS MATERIALIZED (
-            SELECT o.part, o.place FROM unnest(CAST(:ids AS bigint[])) AS i(id)
-            CROSS JOIN unnest(ARRAY['RETRYING', 'PARKED', 'FAILED']) AS s(status)
-            CROSS JOIN LATERAL (
-                SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
-                WHERE {_LANE} AND o.status = s.status AND o.status <> 'SENT' AND o.id = i.id ORDER BY o.id LIMIT 1
-            ) o
-            WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = i.id)
-        )
-        UPDATE pillarbox_outbox SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL
-        WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
-        """  # noqa: S608  constants
     ),
 )
 """Failed rows that are at the destination."""
@@ -572,11 +551,10 @@ FREE_PARKED = text(
 """What waits and is the first of its key, now that dead rows are skipped."""
 GUARDS = text(
     f"""
-    SELECT {IS_ORIGINAL},
+    SELECT pg_is_in_recovery() AS standby, {IS_ORIGINAL},
            (SELECT seqcache FROM pg_sequence
             WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
-           pg_is_in_recovery() AS standby, row_security_active('pillarbox_outbox'),
-           current_setting('fsync'), current_setting('synchronous_commit'),
-           (SELECT schema_version FROM pillarbox_meta) AS schema
+           row_security_active('pillarbox_outbox'), current_setting('fsync'), current_setting('synchronous_commit'),
+           (SELECT schema_version FROM pillarbox_meta)
     """  # noqa: S608  constants
 )

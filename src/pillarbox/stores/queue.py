@@ -1,4 +1,4 @@
-"""The outbox as a queue: a status per row, for PostgreSQL, MariaDB/MySQL and SQLite.
+"""The outbox as a queue: a status per row, for MariaDB/MySQL and SQLite.
 
 A relay owns the lane, not the rows, so nothing is locked while it sends and order within a key is never lost. What a
 row is waiting for is in the row itself: a transaction that commits late, with a low id, is simply found by the next
@@ -13,9 +13,7 @@ The statements of every turn are in `stores.turn`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,17 +25,13 @@ from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, sele
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import StoreError
-from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Shards, Status, digest
-from ..redaction import redacted
+from ..outbox import Announcement, Batch, Failure, FailurePolicy, Key, Lane, LaneName, Page, Row, Status, digest
 from . import turn
 from .announced import refuse_detours
 from .append import Appender
 from .columns import from_now
-from .leases import Leases, among, fenced, is_, lease_lost, stored, with_keys
-from .statement import DirectStatement
+from .leases import Leases, among, confirm, fenced, is_, stored, with_keys
 from .tables import outbox, requests
-
-logger = logging.getLogger("pillarbox")
 
 _OPEN = (Status.PENDING, Status.RETRYING, Status.PARKED)
 _KEYS_AT_ONCE = 10_000
@@ -52,30 +46,9 @@ class QueueStore(Appender, Leases):
     def __init__(self, engine: AsyncEngine) -> None:
         Appender.__init__(self)
         Leases.__init__(self, engine)
-        self._is_postgres = engine.dialect.name == "postgresql"
-
-    async def take(
-        self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
-    ) -> list[Lane]:
-        taken = await super().take(relay, lease=lease, wanted=wanted, shards=shards)
-        unready: list[Lane] = []
-        for lane in taken:
-            if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
-                try:
-                    await self.all_or_nothing(self.free_parked, lane)
-                except Exception as error:
-                    logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
-                    unready.append(lane)
-        if unready:
-            with suppress(Exception):  # else they wait until their leases end, and the others must not
-                await self.release(relay, unready)
-        return [lane for lane in taken if lane not in unready]
 
     def free_parked(self, connection: Connection, lane: Lane) -> None:
-        """The route may have parked behind dead rows until it was told to skip them: nobody else would wake what
-        waits.
-        """
-        fenced(connection, lane, tries=lane.tries)
+        confirm(connection, lane)
         parked = select(func.min(outbox.c.id)).where(_of(lane), is_(Status.PARKED))
         firsts = connection.scalars(parked.group_by(outbox.c.tenant, outbox.c.key)).all()
         for start in range(0, len(firsts), _KEYS_AT_ONCE):
@@ -120,9 +93,6 @@ class QueueStore(Appender, Leases):
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         lane.check_announced(wanted=settle)
         following = _following(lane, batch)
-        if self._is_postgres and not (lane.waiting or batch.failures or batch.parked or batch.requests):
-            await self.each_alone(_write_at_once, lane, following, batch.relaxed)
-            return following
         return await self.all_or_nothing(_announce, lane, following, batch)
 
     async def amend(
@@ -140,9 +110,6 @@ class QueueStore(Appender, Leases):
     async def settle(self, lane: Lane) -> Lane:
         lane.check_announced()
         settled = replace(lane, announced=None, tries=0)
-        if self._is_postgres and not lane.waiting:
-            await self.each_alone(_write_at_once, lane, settled)
-            return settled
         return await self.all_or_nothing(_settle, lane, settled)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
@@ -159,7 +126,7 @@ def _ready(connection: Connection, routes: list[int], relay: str | None) -> froz
 
 def _poll(connection: Connection, lane: Lane, limit: int, max_bytes: int, paused: list[str]) -> Page:
     sending = _sending(lane)
-    reads = turn.reads(_is_postgres(connection), sending=bool(sending), paused=bool(paused))
+    reads = turn.reads(sending=bool(sending), paused=bool(paused))
     parameters = {**_place(lane), "limit": limit, "max_bytes": max_bytes, "paused": paused, "sending": sending}
     found = _fetched(connection, reads.fresh, parameters)
     fresh = [_row(values) for values in found if not values[8]]
@@ -191,7 +158,7 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     if lane.announced is None:
         return []
     pairs = _pairs(lane)
-    rows = connection.execute(turn.items(connection.dialect.name), {**_place(lane), **_arrays(pairs)}).all()
+    rows = connection.execute(turn.ITEMS, {**_place(lane), "ids": [row for row, _ in pairs]}).all()
     numbers = dict(pairs)
     found = sorted(((numbers[values[0]], _row(values)) for values in rows), key=itemgetter(0))
     lane.check_batch(found)
@@ -218,30 +185,8 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch)
     parked = _park(connection, lane, batch.parked)
     asked = _carry_out(connection, lane, batch.requests, {*_sending(lane), *_sending(following)})
     following = _after(connection, following, [*failed, *parked, *asked], gone=redone)
-    _mark_sent(connection, lane, redone)
+    _mark_sent(connection, lane)
     return following
-
-
-def _write_at_once(connection: Connection, lane: Lane, following: Lane, relaxed: bool = False) -> None:
-    """The common case on PostgreSQL, in one statement: settle what was announced, and announce what follows. What is
-    settled must stay settled, so only an announcement by itself can be relaxed.
-    """
-    parameters = {
-        **_place(lane),
-        **stored(following.announced),
-        "was_announced": stored(lane.announced)["announced"],
-        "epoch": lane.epoch,
-        "token": str(lane.token),
-        "next_batch": following.batch,
-        "next_number": following.next_number,
-    }
-    pairs = _pairs(lane)
-    if pairs:
-        owned = turn.SETTLE_AND_ANNOUNCE.fetch(connection, {**parameters, **_arrays(pairs)})
-    else:
-        owned = (turn.ANNOUNCE_RELAXED if relaxed else turn.ANNOUNCE).fetch(connection, parameters)
-    if not owned:
-        raise lease_lost(lane)
 
 
 def _amend(
@@ -251,7 +196,7 @@ def _amend(
     parked: Sequence[int],
     attempts: Mapping[int, int],
 ) -> Lane:
-    fenced(connection, lane, tries=lane.tries)
+    confirm(connection, lane)
     for row, count in attempts.items():
         _count_attempts(connection, lane, row, count)
     touched = [*_fail(connection, lane, failures), *_park(connection, lane, parked)]
@@ -269,7 +214,7 @@ def _settle(connection: Connection, lane: Lane, settled: Lane) -> Lane:
     fenced(connection, lane, tries=0, **stored(None))
     redone = _redone(connection, lane)
     settled = _after(connection, settled, [], gone=redone)
-    _mark_sent(connection, lane, redone)
+    _mark_sent(connection, lane)
     return settled
 
 
@@ -277,7 +222,7 @@ def _after(connection: Connection, lane: Lane, touched: Sequence[int], *, gone: 
     """What is true of the lane once these rows have changed and those that are gone are sent: who is first of their
     keys, and which keys wait.
     """
-    keys_gone = {(tenant, key): row for row, _, tenant, key in gone}  # one row of each is enough
+    keys_gone = {(tenant, key): row for row, tenant, key in gone}  # one row of each is enough
     ids = [*touched, *keys_gone.values()]
     if not ids:
         return lane
@@ -301,17 +246,16 @@ def _redone(connection: Connection, lane: Lane) -> Sequence[Any]:
     """The rows of the batch that waited before they were sent. While any are on their way, their keys wait."""
     if not lane.waiting or not (sending := _sending(lane)):
         return ()
-    return connection.execute(turn.waited(connection.dialect.name), {**_place(lane), "ids": sending}).all()
+    return connection.execute(turn.WAITED, {**_place(lane), "ids": sending}).all()
 
 
 def _change(connection: Connection, lane: Lane, rows: Sequence[int], statuses: Iterable[Status], **values: Any) -> int:
     """Change those of the rows that have one of these statuses; how many they were.
 
-    Status by status: without statistics, a list of them is planned as a walk through the whole lane. One that the rows
-    get must be the first, or they would be counted twice.
+    Status by status, as an index has them. One that the rows get must be the first, or they would be counted twice.
     """
     changed = 0
-    named = and_(outbox.c.id.between(min(rows), max(rows)), turn.among(outbox.c.id, _is_postgres(connection), rows))
+    named = and_(outbox.c.id.between(min(rows), max(rows)), outbox.c.id.in_(rows))
     for status in statuses:
         if changed < len(rows):
             having = and_(_of(lane), is_(status), named)
@@ -355,18 +299,12 @@ def _park(connection: Connection, lane: Lane, rows: Sequence[int]) -> Sequence[i
     return rows
 
 
-def _mark_sent(connection: Connection, lane: Lane, redone: Sequence[Any]) -> None:
+def _mark_sent(connection: Connection, lane: Lane) -> None:
     pairs = _pairs(lane)
     if not pairs:
         return
-    if not _is_postgres(connection):
-        parameters = {**_place(lane), "pairs": msgspec.json.encode(pairs).decode()}
-        connection.execute(turn.SENT[connection.dialect.name], parameters)
-        return
-    waited = {row: status for row, status, *_ in redone}
-    for status, statement in turn.SENT_FROM.items():
-        if part := [pair for pair in pairs if waited.get(pair[0], Status.PENDING) == status]:
-            connection.execute(statement, {**_place(lane), **_arrays(part)})
+    parameters = {**_place(lane), "pairs": msgspec.json.encode(pairs).decode()}
+    connection.execute(turn.SENT[connection.dialect.name], parameters)
 
 
 def _sending(lane: Lane) -> list[int]:
@@ -379,13 +317,6 @@ def _pairs(lane: Lane) -> list[tuple[int, int]]:
     if lane.announced is None:
         return []
     return sorted((row, number) for number, row in enumerate(lane.announced.items, lane.announced.first_number) if row)
-
-
-def _arrays(pairs: list[tuple[int, int]]) -> dict[str, Any]:
-    if not pairs:
-        return {"ids": [], "numbers": [], "low": 0, "high": 0}
-    ids, numbers = ([*column] for column in zip(*pairs, strict=True))
-    return {"ids": ids, "numbers": numbers, "low": ids[0], "high": ids[-1]}
 
 
 # -- what people ask for -----------------------------------------------------------------------------------------------
@@ -430,8 +361,8 @@ def _edit(connection: Connection, lane: Lane, request: Any) -> None:
         return
     if _is_taken(connection, lane, request.event_id, row.schema_version):
         return
-    before = row.headers if isinstance(row.headers, dict) else _HEADERS.decode(row.headers)
-    headers = {**before, "event_id": str(request.event_id), "original_event_id": str(row.event_id)}
+    headers = _HEADERS.decode(row.headers)
+    headers |= {"event_id": str(request.event_id), "original_event_id": str(row.event_id)}
     connection.execute(
         turn.BY_ID.where(here).values(
             event_id=request.event_id, body=request.body, headers=msgspec.json.encode(headers).decode(), **_DUE_NOW
@@ -466,10 +397,6 @@ def _of(lane: Lane) -> ColumnElement[bool]:
     return and_(outbox.c.route == lane.route.id, outbox.c.shard == lane.shard, turn.UNSENT)
 
 
-def _is_postgres(connection: Connection) -> bool:
-    return connection.dialect.name == "postgresql"
-
-
 def _by_id(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=attrgetter("id")))
 
@@ -485,8 +412,6 @@ def _fetched(connection: Connection, statement: Any, parameters: dict[str, Any])
     """The rows as the driver has them: nothing in them is to be converted, and a wrapper around each would cost more
     than the rest.
     """
-    if isinstance(statement, DirectStatement):
-        return statement.fetch(connection, parameters)
     result = connection.execute(statement, parameters)
     rows: Sequence[Any] = result.cursor.fetchall() if result.cursor is not None else ()
     result.close()
@@ -498,7 +423,7 @@ def _row(values: Sequence[Any]) -> Row:
     row_id, event_id, topic, key, tenant, headers, body, attempts, *_ = values
     return Row(
         row_id,
-        event_id if isinstance(event_id, UUID) else UUID(event_id),
+        UUID(event_id),
         topic,
         key.decode() if isinstance(key, bytes) else key,
         tenant.decode() if isinstance(tenant, bytes) else tenant,

@@ -7,8 +7,7 @@ reads the old numbers once more and leaves none that a cursor would ever ask abo
 - a row that is done, or that no cursor has reached, needs no number: `NULL` is older than every snapshot. Most rows of
   a big source have numbers that are not even reached here, so this writes the table once. It changes nothing of what
   the copy means, so it is done in portions before anything else: `forget`. It can be stopped and begun again. Numbers
-  that have ended here, too, may stay. Nobody asks for the numbers of rows in a queue, until it becomes a log: there no
-  foreign one stays either;
+  that have ended here, too, may stay;
 - a row that a cursor has passed and that is not done, because it was late or in an announced batch, becomes a row of
   the transaction that rebases, and the new cursor does not show that transaction: so it is late, as it was, and comes
   before all fresh rows, in the order of its id. It keeps its id, so whatever names it by its id still does;
@@ -43,7 +42,6 @@ _LANES = """
                     CAST(split_part(CAST(l.announced AS json) -> 'details' ->> 'to', ' ', 1) AS bigint)) AS reached
     FROM pillarbox_lanes l
 """
-_PLACES = f"{_LANES} WHERE l.cursor IS NOT NULL"
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _FAILURE = "f.route = o.route AND f.shard = o.shard"
 _COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
@@ -51,7 +49,7 @@ _COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o
 # done only if its detour has not. Those that have failed are where they belong.
 _UNDONE = f"""
     SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
-    FROM ({_PLACES}) l CROSS JOIN LATERAL (
+    FROM ({_LANES}) l CROSS JOIN LATERAL (
         SELECT o.* FROM pillarbox_outbox o
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.high AND o.id <= l.reached
         UNION ALL
@@ -77,7 +75,6 @@ class Survey:
     """What there is to do in a copy."""
 
     lanes: int
-    """That have a cursor."""
     batches: int
     """That were announced and not settled."""
     late: int
@@ -201,19 +198,19 @@ _LEASED = text(
 )
 _SURVEY = text(
     f"""
-    SELECT (SELECT count(*) FROM ({_PLACES}) l), (SELECT count(*) FROM ({_PLACES}) l WHERE sending),
+    SELECT (SELECT count(*) FROM ({_LANES}) l), (SELECT count(*) FROM ({_LANES}) l WHERE sending),
            (SELECT count(*) FROM ({_UNDONE}) u),
-           (SELECT count(*) FROM ({_PLACES}) l JOIN pillarbox_outbox o
+           (SELECT count(*) FROM ({_LANES}) l JOIN pillarbox_outbox o
                 ON {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.reached
             WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)),
-           (SELECT count(*) FROM ({_PLACES}) l JOIN pillarbox_failures f
+           (SELECT count(*) FROM ({_LANES}) l JOIN pillarbox_failures f
                 ON f.route = l.route AND f.shard = l.shard AND f.status IN ('RETRYING', 'PARKED', 'FAILED'))
     """  # noqa: S608  constants
 )
 
 # A fresh copy has no statistics: without this each portion may read and sort all that is left.
 _IN_ORDER = text("SELECT set_config(name, 'off', true) FROM (VALUES ('enable_seqscan'), ('enable_bitmapscan')) s(name)")
-# By the primary key, since a queue has no index by transactions. Not those that were written here: if their ids are to
+# By the primary key, so that it is walked over once. Not those that were written here: if their ids are to
 # be told from the copied ones, it is by these numbers.
 _FORGET = text(
     f"""
@@ -229,7 +226,7 @@ _FORGET = text(
         FROM page p JOIN ({_LANES}) l ON l.route = p.route AND l.shard = p.shard
         WHERE o.ctid = p.place AND o.tableoid = p.part
           AND p.xid >= CAST(CAST(:oldest AS text) AS xid8) AND NOT p.ours
-          AND (l.cursor IS NULL OR p.id > l.reached
+          AND (p.id > l.reached
                OR pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, p.tenant), p.id, p.xid))
         RETURNING 1
     )
@@ -267,7 +264,7 @@ _MOVE = text(
     UPDATE pillarbox_lanes l
     SET cursor = p.reached || ' ' || CAST(:seen AS text), announced = NULL, announced_low = NULL, announced_high = NULL,
         detours = NULL, tries = 0, batch = batch + 1
-    FROM ({_PLACES}) p WHERE p.route = l.route AND p.shard = l.shard
+    FROM ({_LANES}) p WHERE p.route = l.route AND p.shard = l.shard
     """  # noqa: S608  constants
 )
 _IDS = text(

@@ -3,7 +3,6 @@
 Age alone never deletes. What may go has been dealt with, and nobody can come back to it:
 
 - in a queue, and wherever else the row itself says so: what is SENT or DISCARDED;
-- in a log that was a queue: what failed there and waits no more. Its row keeps the status that it had;
 - in a log: what the settled cursor has passed and no look can find again. Its id is not above ``high``, its transaction
   is older than all that were at work when the lane last looked, and it waits in no failure row. A row with a low id
   that commits late is none of these, and nor is anything of an announced batch.
@@ -154,8 +153,6 @@ def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position
         and_(o.c.status == Status.SENT, func.coalesce(o.c.sent_at, o.c.created_at) < scope.before),
         and_(o.c.status == Status.DISCARDED, o.c.created_at < scope.before),
     )
-    if postgres:
-        may_go = or_(may_go, and_(o.c.created_at < scope.before, text(SETTLED_SINCE)))
     if scope.route is not None:
         may_go = and_(may_go, o.c.route == scope.route)
     rows = connection.execute(
@@ -326,25 +323,17 @@ _WAITS = """(
 _CURSOR = "pillarbox_cursor(l.cursor, l.detours, o.tenant)"
 _XMIN = f"pg_snapshot_xmin(CAST(split_part({_CURSOR}, ' ', 2) AS pg_snapshot))"
 BEHIND = f"""(
-    o.status = 'PENDING' AND l.cursor IS NOT NULL AND o.id <= CAST(split_part({_CURSOR}, ' ', 1) AS bigint)
+    o.status = 'PENDING' AND o.id <= CAST(split_part({_CURSOR}, ' ', 1) AS bigint)
     AND (o.xid IS NULL OR o.xid < {_XMIN}) AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
 )"""
 """A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
 cursor passes a row in the transaction that writes its failure."""
 
-SETTLED_SINCE = f"""(
-    o.status IN ('RETRYING', 'PARKED', 'FAILED')
-    AND (SELECT l.cursor FROM pillarbox_lanes l WHERE l.route = o.route AND l.shard = o.shard) IS NOT NULL
-    AND {_WAITS} IS NULL
-)"""  # noqa: S608  constants
-"""A row of a log that failed while it was a queue, and was discarded, or edited and sent, since then. With this status
-no look finds it, wherever the cursor is."""
-
 _BY_INDEX = text("SELECT set_config('enable_seqscan', 'off', true)")
 """For this transaction: all that is asked has an index, whatever the statistics say."""
 _LOGS = text(
     "SELECT l.route, l.shard FROM pillarbox_lanes l "
-    "WHERE l.cursor IS NOT NULL AND l.route = coalesce(CAST(:route AS bigint), l.route) ORDER BY l.route, l.shard"
+    "WHERE l.route = coalesce(CAST(:route AS bigint), l.route) ORDER BY l.route, l.shard"
 )
 _JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard LIMIT 1")
 _SETTLED = text(
@@ -381,7 +370,7 @@ _LOG_PAGE = text(
           AND o.id <= least({_HIGH}, CAST(:reach AS bigint))
         ORDER BY o.id LIMIT :limit
     ) o
-    WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id
+    WHERE l.route = :route AND l.shard = :shard ORDER BY o.id
     """  # noqa: S608  constants
 )
 _OF_RANGE = "AND o.event_id >= CAST(:first AS uuid) AND o.event_id < CAST(:last AS uuid)"
@@ -397,7 +386,7 @@ _REMOVE = text(
             SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
             LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
             WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
-              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND} OR {SETTLED_SINCE})
+              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND})
             LIMIT 1
         ) found
     ), gone AS (
@@ -419,14 +408,13 @@ never updated."""
 _REMAINING = text(
     f"""
     SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
-    FROM pillarbox_lanes l
-    CROSS JOIN unnest(ARRAY['PENDING', 'RETRYING', 'PARKED', 'FAILED']) AS s(status) CROSS JOIN LATERAL (
+    FROM pillarbox_lanes l CROSS JOIN LATERAL (
         SELECT o.id, o.xid, o.tenant FROM pillarbox_outbox o
-        WHERE o.route = l.route AND o.shard = l.shard AND o.status = s.status AND o.status <> 'SENT' AND o.id <= :high
+        WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id <= :high
           AND pillarbox_covered({_CURSOR}, o.id, o.xid)
         ORDER BY o.id LIMIT :limit
     ) o
-    WHERE l.route = :route AND l.shard = :shard AND l.cursor IS NOT NULL ORDER BY o.id LIMIT :limit
+    WHERE l.route = :route AND l.shard = :shard ORDER BY o.id LIMIT :limit
     """  # noqa: S608  constants
 )
 _NEEDED = text(

@@ -1,4 +1,4 @@
-"""The statements of every turn of a lane, built once.
+"""The statements of every turn of a queue's lane, built once.
 
 Two things make them fast. A status is written as a constant, so that the planner knows that the partial indexes of the
 outbox hold all that is asked for; and a subquery that looks for one row orders and limits, so that it is always a probe
@@ -14,17 +14,13 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import (
-    ARRAY,
     BigInteger,
     ColumnElement,
     Integer,
     Select,
-    Text,
     and_,
-    any_,
     bindparam,
     case,
-    cast,
     column,
     false,
     func,
@@ -34,14 +30,12 @@ from sqlalchemy import (
     select,
     table,
     text,
-    true,
     union_all,
     update,
 )
 
 from ..outbox import FailurePolicy, Status
 from .columns import from_now
-from .statement import DirectStatement
 from .tables import lanes, outbox, requests, routes
 
 _ROUTE = bindparam("lane_route", type_=BigInteger)
@@ -105,13 +99,9 @@ def _first(rows: Any, *conditions: ColumnElement[bool]) -> Any:
     return select(rows.c.id).where(*conditions).order_by(rows.c.id).limit(literal_column("1"))
 
 
-def among(
-    row_ids: ColumnElement[int], postgres: bool, ids: Sequence[int] | None = None, name: str = "ids"
-) -> ColumnElement[bool]:
-    """One of these ids, or of a parameter. An array keeps the text the same, however many they are."""
-    if postgres:
-        return row_ids == any_(bindparam(name if ids is None else None, ids, type_=ARRAY(BigInteger)))
-    return row_ids.in_(bindparam(name, expanding=True) if ids is None else ids)
+def _among(row_ids: ColumnElement[int], name: str = "ids") -> ColumnElement[bool]:
+    """One of the ids of a parameter."""
+    return row_ids.in_(bindparam(name, expanding=True))
 
 
 UNSENT = _unsent(outbox)
@@ -125,8 +115,7 @@ class Reads:
     """What a poll asks."""
 
     fresh: Any
-    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1. On PostgreSQL
-    without paused tenants it goes straight to the driver."""
+    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1."""
     heads: Any
     """Rows that are due and the first of their key."""
     followers: Any
@@ -134,19 +123,19 @@ class Reads:
 
 
 @cache
-def reads(postgres: bool, *, sending: bool, paused: bool) -> Reads:
-    """The statements for a kind of database, with or without rows that are on their way and paused tenants."""
+def reads(*, sending: bool, paused: bool) -> Reads:
+    """The statements with or without rows that are on their way and paused tenants."""
     o = _raw.alias("o")
-    columns = _columns(o, postgres)
     here = _mine(o)
     if sending:
-        here = and_(here, ~among(o.c.id, postgres, name="sending"))
+        here = and_(here, ~_among(o.c.id, "sending"))
     allowed = here
     if paused:
         names = bindparam("paused", expanding=True, type_=outbox.c.tenant.type)
         allowed = and_(allowed, or_(o.c.tenant.is_(None), o.c.tenant.not_in(names)))
-    fresh = _page(o, columns, and_(allowed, _is(o, Status.PENDING)), postgres)
-    feasible = and_(ASKED, ~among(requests.c.row_id, postgres, name="sending")) if sending else ASKED
+    columns = [o.c[name] for name in _ROW]
+    fresh = _page(o, columns, and_(allowed, _is(o, Status.PENDING)))
+    feasible = and_(ASKED, ~_among(requests.c.row_id, "sending")) if sending else ASKED
     asked = select(requests.c.id).where(feasible).order_by(requests.c.id).limit(_LIMIT).subquery("asked")
     behind = and_(
         here,
@@ -160,34 +149,19 @@ def reads(postgres: bool, *, sending: bool, paused: bool) -> Reads:
         select(asked.c.id, *(null() for _ in _ROW[1:]), literal_column("1")),
     )
     return Reads(
-        fresh=DirectStatement(both) if postgres and not paused else both,
-        heads=_page(o, columns, and_(allowed, _is_head(o)), postgres),
-        followers=_page(o, [*columns, o.c.status, _due(o).label("due")], behind, postgres),
+        fresh=both,
+        heads=_page(o, columns, and_(allowed, _is_head(o))),
+        followers=_page(o, [*columns, o.c.status, _due(o).label("due")], behind),
     )
 
 
-def _columns(rows: Any, postgres: bool) -> list[Any]:
-    # As text, the headers of PostgreSQL's drivers need no detour through a decoder of theirs.
-    as_text = {"headers": cast(rows.c.headers, Text).label("headers")} if postgres else {}
-    return [as_text.get(name, rows.c[name]) for name in _ROW]
-
-
-def _page(o: Any, columns: Sequence[Any], found: ColumnElement[bool], postgres: bool) -> Select[Any]:
+def _page(o: Any, columns: Sequence[Any], found: ColumnElement[bool]) -> Select[Any]:
     """Rows in the order of their ids, up to the one with which a limit is reached."""
-    if postgres:  # it carries pointers to large bodies about, not the bodies
-        page = select(*columns).where(found).order_by(o.c.id).limit(_LIMIT).subquery("page")
-        total = func.sum(func.length(page.c.body)).over(order_by=page.c.id)
-        sized = select(page, func.length(page.c.body).label("size"), total.label("total")).subquery("sized")
-        return select(*(sized.c[name] for name in page.c.keys())).where(_fits(sized))  # noqa: SIM118  not a dict
     sizes = select(o.c.id, func.length(o.c.body).label("size")).where(found).order_by(o.c.id).limit(_LIMIT)
     page = sizes.subquery("page")
     sized = select(page, func.sum(page.c.size).over(order_by=page.c.id).label("total")).subquery("sized")
-    return select(*columns).select_from(o.join(sized, sized.c.id == o.c.id)).where(_fits(sized))
-
-
-def _fits(sized: Any) -> ColumnElement[bool]:
     fits: ColumnElement[bool] = sized.c.total - sized.c.size < _MAX_BYTES
-    return fits
+    return select(*columns).select_from(o.join(sized, sized.c.id == o.c.id)).where(fits)
 
 
 # -- people's requests, and what is to do at all -----------------------------------------------------------------------
@@ -211,7 +185,6 @@ def _ready() -> Select[Any]:
     return found.where(
         lanes.c.route.in_(bindparam("routes", expanding=True)),
         ~lanes.c.paused,
-        lanes.c.cursor.is_(None),
         or_(lanes.c.announced.is_not(None), *something),
     )
 
@@ -223,34 +196,16 @@ READY_HERE = READY.where(lanes.c.locked_by == bindparam("relay"), lanes.c.locked
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def _named(dialect: str, rows: Any, columns: Sequence[Any], statuses: Iterable[Status]) -> Select[Any]:
-    """The rows ``ids`` that have one of these statuses.
-
-    On PostgreSQL a probe for each id and status: without statistics, a list of statuses is planned as a walk through
-    the whole lane.
-    """
-    if dialect != "postgresql":
-        return select(*columns).where(_mine(rows), _is(rows, *statuses), among(rows.c.id, False))
-    i = func.unnest(bindparam("ids", type_=ARRAY(BigInteger))).table_valued("id", name="i").render_derived()
-    listed = ", ".join(f"'{status}'" for status in statuses)
-    s = func.unnest(literal_column(f"ARRAY[{listed}]")).table_valued("status", name="s").render_derived()
-    probe = select(*columns).where(_mine(rows), rows.c.status == s.c.status, rows.c.id == i.c.id)
-    found = probe.order_by(rows.c.id).limit(literal_column("1")).lateral("found")
-    return select(*found.c).select_from(i.join(s, true()).join(found, true()))
+def _named(rows: Any, columns: Sequence[Any], statuses: Iterable[Status]) -> Select[Any]:
+    """The rows ``ids`` that have one of these statuses."""
+    return select(*columns).where(_mine(rows), _is(rows, *statuses), _among(rows.c.id))
 
 
-@cache
-def items(dialect: str) -> Select[Any]:
-    """The rows of a batch, by their ids."""
-    return _named(dialect, _raw, _columns(_raw, dialect == "postgresql"), _OPEN)
+ITEMS = _named(_raw, [_raw.c[name] for name in _ROW], _OPEN)
+"""The rows of a batch, by their ids."""
 
-
-@cache
-def waited(dialect: str) -> Select[Any]:
-    """Those of the rows ``ids`` that wait for another try."""
-    columns = [outbox.c[name] for name in ("id", "status", "tenant", "key")]
-    return _named(dialect, outbox, columns, (Status.RETRYING, Status.PARKED))
-
+WAITED = _named(outbox, [outbox.c[name] for name in ("id", "tenant", "key")], (Status.RETRYING, Status.PARKED))
+"""Those of the rows ``ids`` that wait for another try."""
 
 BY_ID = (
     update(outbox)
@@ -260,16 +215,7 @@ BY_ID = (
 """An update of rows that are named by their ids. InnoDB locks all rows that it looks at, and waits for those that
 business transactions have just written: it must look at no others than it changes."""
 
-# The number of an item is its place in the send order, so ids and numbers go in as pairs. On PostgreSQL a join with
-# them would be planned by guess, as a loop over all pairs for each row; so a row looks its number up in a sorted array.
-# One status and bounds on the id keep it to the page, even if the planner searches the index by nothing else.
-_POSTGRES = """
-    UPDATE pillarbox_outbox
-    SET status = 'SENT', sent_at = clock_timestamp(), available_at = NULL, batch = :lane_batch,
-        number = (CAST(:numbers AS bigint[]))[width_bucket(id, CAST(:ids AS bigint[]))]
-    WHERE route = :lane_route AND shard = :lane_shard AND status = '{}'
-      AND id BETWEEN :low AND :high AND id = ANY(CAST(:ids AS bigint[]))
-"""
+# The number of an item is its place in the send order, so ids and numbers go in as pairs.
 _MYSQL = text("""
     UPDATE JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$[0]', number BIGINT PATH '$[1]')) t
     STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
@@ -286,30 +232,6 @@ _SQLITE = text("""
       AND route = :lane_route AND shard = :lane_shard AND status IN ('PENDING', 'RETRYING', 'PARKED')
 """)
 SENT = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
-SENT_FROM = {status: text(_POSTGRES.format(status)) for status in _OPEN}
-
-# A turn without failures on PostgreSQL, in one statement. What comes after the fence asks whether it let us through.
-_FENCE = """
-    UPDATE pillarbox_lanes
-    SET batch = :next_batch, next_number = :next_number, announced = :announced, announced_low = :announced_low,
-        announced_high = :announced_high, tries = 0
-    WHERE route = :lane_route AND shard = :lane_shard
-      AND epoch = :epoch AND token = CAST(:token AS uuid) AND batch = :lane_batch
-      AND announced IS NOT DISTINCT FROM CAST(:was_announced AS text)
-    RETURNING {}
-"""
-ANNOUNCE = DirectStatement(text(_FENCE.format("1")))
-# The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
-ANNOUNCE_RELAXED = DirectStatement(text(_FENCE.format("set_config('synchronous_commit', 'off', true)")))
-_SENT_IF_FENCED = f"{SENT_FROM[Status.PENDING].text} AND EXISTS (SELECT FROM fence) RETURNING 1"
-SETTLE_AND_ANNOUNCE = DirectStatement(
-    text(
-        f"""
-        WITH fence AS ({_FENCE.format("1")}), sent AS ({_SENT_IF_FENCED})
-        SELECT count(*) FROM fence HAVING count(*) = 1
-        """  # noqa: S608  constants
-    )
-)
 
 
 # -- who is first ------------------------------------------------------------------------------------------------------
@@ -322,11 +244,11 @@ def firsts(dialect: str, *, gone: bool) -> Any:
     """
     t, w = outbox.alias("t"), outbox.alias("w")
     unsent = [status for status in Status if status is not Status.SENT]
-    keys = _named(dialect, t, [t.c.tenant, t.c.key], unsent).distinct().subquery("k")
+    keys = _named(t, [t.c.tenant, t.c.key], unsent).distinct().subquery("k")
     same = and_(_mine(w), _is(w, *_WAITING), w.c.key == keys.c.key, _blocks(w, keys.c.tenant))
     if gone:
-        same = and_(same, ~among(w.c.id, dialect == "postgresql", name="gone"))
-    if dialect in ("postgresql", "sqlite"):  # an index of the waiting rows leads to the first one of each key
+        same = and_(same, ~_among(w.c.id, "gone"))
+    if dialect == "sqlite":  # an index of the waiting rows leads to the first one of each key
         first = _first(w, same).correlate(keys)
         return select(keys, first.scalar_subquery(), first.with_only_columns(_is(w, Status.PARKED)).scalar_subquery())
     first_id, first_parked = func.min(w.c.id), func.min(case((_is(w, Status.PARKED), w.c.id)))

@@ -1,7 +1,6 @@
 """Step 3: the outbox as a log, on PostgreSQL: which transaction wrote a row, cursors, failures, and the journal.
 
-A new database on PostgreSQL 14 or later is a log from the start. One that has been in use stays a queue, and so does
-every other database: there the new columns stay empty.
+On every other database the outbox is a queue: there the new columns stay empty.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
+from ...errors import StoreError
 from .. import origin
 from ..columns import ByteExact, JsonText, LongBytes, LongText, Utc
 from .step_0001 import VIEWS
@@ -19,6 +19,10 @@ FIRST_VERSION = (14,)
 
 def upgrade(op: Operations) -> None:
     """Add what the log needs. New columns are empty, so no busy table is rewritten."""
+    context = op.get_context()
+    version = () if context.as_sql else op.get_bind().dialect.server_version_info or ()
+    if context.dialect.name == "postgresql" and version and version < FIRST_VERSION:
+        raise StoreError(f"PostgreSQL {'.'.join(map(str, version))} is too old: the oldest is {FIRST_VERSION[0]}")
     op.add_column("pillarbox_lanes", sa.Column("cursor", LongText))
     if op.get_context().dialect.name != "postgresql":
         op.execute(_UNSENT_QUEUE)
@@ -40,15 +44,8 @@ def upgrade(op: Operations) -> None:
     )
     for statement in (*_TABLES, *origin.WRITE, _COVERED, UNSENT, view()):
         op.execute(sa.text(statement))
-    if op.get_context().as_sql or _is_new(op):
-        op.execute(INDEX)
-        op.execute("UPDATE pillarbox_meta SET store = 'log'")
-
-
-def _is_new(op: Operations) -> bool:
-    connection = op.get_bind()
-    in_use = connection.execute(sa.text("SELECT count(*) FROM pillarbox_lanes")).scalar_one()
-    return not in_use and (connection.dialect.server_version_info or ()) >= FIRST_VERSION
+    op.execute(INDEX)
+    op.execute("UPDATE pillarbox_meta SET store = 'log'")
 
 
 # The transaction is known by its top-level number, so savepoints make no difference. Rows from before this step have
