@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import hypothesis
 import pytest
+import uvloop
 from sqlalchemy import Dialect, Engine, event
 
 from pillarbox.outbox import SHARDS
@@ -228,8 +230,25 @@ class ServerReport:
         return self.strict and missed and installable(kind)
 
 
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.SelectorEventLoop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only the tests that want the machine for themselves")
+    parser.addoption("--loop", choices=LOOPS, default="asyncio", help="the event loop of async tests")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of ``--loop``; tests marked with `every_loop` run on each."""
+    if item.get_closest_marker("every_loop") is not None:
+        return LOOPS
+    chosen = config.getoption("loop")
+    return {chosen: LOOPS[chosen]}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -275,5 +294,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
     config.addinivalue_line("markers", "alone: a test that wants the machine for itself")
+    config.addinivalue_line("markers", "every_loop: an async test that runs on asyncio's own loop and on uvloop")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ServerReport(config), "server-report")

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from . import clock
+from .alarm import Alarm
 from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from .fairness import Detours, Pace, Rates
 from .numbering import PARTITIONS, Numbering
@@ -94,7 +95,7 @@ class LaneWorker:
         self._rates = Rates()
         self._detours = Detours(lane)
         self._in_a_crowd = False
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._bell.set)
 
     # -- what the relay tells us ---------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class LaneWorker:
         if detour is not None and not in_a_crowd and (self._stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
-            self._ring_after(rest)
+            self._alarm.set(rest)
         return more or self._detours.next(self._held) is not None
 
     async def _serve(self, detour: str | None) -> bool:
@@ -308,21 +309,12 @@ class LaneWorker:
         if blocking is not None:
             wait = max(0.0, blocking.next_probe - clock.current().monotonic())
             self.trouble = Trouble(f"{' '.join(blocking.name)} rejects everything: {blocking.reason}", wait)
-            self._ring_after(wait)
+            self._alarm.set(wait)
         items, again = self._rates.within(items, self.pace)
         if again is not None:
-            self._ring_after(again)
+            self._alarm.set(again)
         plan.keep(items, page)
         return plan
-
-    def _ring_after(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if self._alarm is None or self._alarm.when() <= now:
-            self._alarm = loop.call_later(seconds, self._bell.set)
-        elif self._alarm.when() > now + seconds:
-            self._alarm.cancel()
-            self._alarm = loop.call_later(seconds, self._bell.set)
 
     def _may_be_more(self, page: Page, plan: Plan, limit: int) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed

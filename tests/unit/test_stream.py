@@ -239,11 +239,19 @@ class Bell:
         self.feed._hearer = self._heard
         self.rung: Counter[LaneName] = Counter()
         self.last = 0.0
+        self._rang = asyncio.Event()
+
+    async def rings(self, lane: LaneName, times: int) -> None:
+        """Wait until it has rung so often for a lane."""
+        while self.rung[lane] < times:
+            self._rang.clear()
+            await self._rang.wait()
 
     def _heard(self, lanes: Collection[LaneName]) -> None:
         self.rung.update(lanes)
         if LANE in lanes:
             self.last = asyncio.get_running_loop().time()
+        self._rang.set()
 
     def bring(self, row: Streamed) -> None:
         self.buffer.put(row)
@@ -273,6 +281,17 @@ async def test_a_new_row_is_rung_for_again_soon_although_another_lane_waits_long
     bell.bring(streamed(2))
     await asyncio.sleep(0.08)
     assert bell.rung[LANE] == 4
+
+
+@pytest.mark.every_loop
+async def test_h129_a_stream_rings_again_on_a_loop_whose_handles_are_no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop answers a delay below half a millisecond with a handle that knows no time."""
+    monkeypatch.setattr(feeds, "RING_AGAIN", 0.0002)
+    bell = Bell()
+    bell.bring(streamed(1))
+    bell.bring(streamed(2, lane=OTHER))
+    async with asyncio.timeout(20):
+        await bell.rings(LANE, RINGS + 1)
 
 
 # -- keeping it up -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pillarbox.outbox import Key, Lane, Page, RouteRecord, Row, Status
 from pillarbox.retry import RetryPolicy
 from pillarbox.suspicion import FEW_KEYS, MANY_KEYS, Suspicion
 from tests.memory.log import MemoryLogStore
-from tests.relays import TOPIC, World, half, in_virtual_time, running, until
+from tests.relays import TOPIC, World, half, in_virtual_time, running, soon, until
 
 MANY = " ".join(f"{letter}1" for letter in ascii_lowercase)
 
@@ -125,6 +125,22 @@ class TestLanes:
             assert world.statuses(Status.FAILED) == ""
             world.broker.stop_rejecting()
             await world.received(4)
+
+    @pytest.mark.every_loop
+    async def test_h129_a_suspected_lane_waits_on_a_loop_whose_handles_are_no_timers(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """uvloop answers a delay below half a millisecond with a handle that knows no time."""
+        for module in ("lane", "suspicion"):
+            monkeypatch.setattr(f"pillarbox.{module}.PROBES", RetryPolicy(base=0.0004, cap=0.0004, attempts=1))
+        world = World(retry=RetryPolicy(base=0.001, cap=0.001, attempts=3))
+        world.write("a1 b1 c1")
+        world.broker.reject(lambda _message: True)
+        async with running(world.relay(pacing={"look": 0.01})):
+            await soon(lambda: len(world.broker.requests) > 6)
+            world.broker.stop_rejecting()
+            await world.received(3)
+        assert "stumbled" not in caplog.text
 
     @in_virtual_time
     async def test_order_per_key_survives_it(self) -> None:

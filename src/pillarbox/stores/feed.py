@@ -17,6 +17,7 @@ from uuid import uuid4
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from .. import telemetry
+from ..alarm import Alarm
 from ..errors import ConfigurationError
 from ..outbox import LaneName
 from ..redaction import redacted
@@ -63,7 +64,7 @@ class Feed:
         self._new: set[LaneName] = set()
         self._again: dict[LaneName, tuple[float, float]] = {}
         """When a lane is rung again, and how long after the last time."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._ring_again)
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = slot
         """The slot of now."""
@@ -97,9 +98,7 @@ class Feed:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.cancel()
         self._again.clear()
         self._buffer.clear()
         self._was_up, self._said = False, None
@@ -265,14 +264,13 @@ class Feed:
         for lane in self._new:
             self._again[lane] = (min(at, self._again.get(lane, (at, 0.0))[0]), RING_AGAIN)
         self._new.clear()
-        if self._timer is None or self._timer.when() > at:
-            self._set_timer(at)
+        self._alarm.set(RING_AGAIN)
 
     def _ring_again(self) -> None:
         """Lanes whose rows nobody has named yet may have looked too early. Each is rung a few times, less and less
         often: its rows may be a tenant's who is paused.
         """
-        self._timer, now = None, asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         due = {lane: pause for lane, (at, pause) in self._again.items() if at <= now}
         if lanes := self._buffer.unnamed(due):
             self._hearer(lanes)
@@ -281,12 +279,7 @@ class Feed:
             if lane in lanes and 2 * pause < RING_LAST:
                 self._again[lane] = (now + 2 * pause, 2 * pause)
         if self._again:
-            self._set_timer(min(at for at, _ in self._again.values()))
-
-    def _set_timer(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, self._ring_again)
+            self._alarm.set(min(at for at, _ in self._again.values()) - now)
 
 
 def _said(error: BaseException) -> str:

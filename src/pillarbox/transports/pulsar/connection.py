@@ -14,6 +14,7 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple, Protocol, cast
 
+from ...alarm import Alarm
 from . import wire_pb2 as wire
 from .credentials import Credentials, said, secret_of
 from .frames import PING, PONG, Frames, ProtocolError, framed
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol):
         self._listeners: dict[int, Listener] = {}
         self._ids = count(1)
         self._heard = 0.0
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._watch)
         self._answering: asyncio.Task[None] | None = None
 
     @classmethod
@@ -272,21 +273,19 @@ class Connection(asyncio.Protocol):
     def _watch(self) -> None:
         if self.lost is not None:
             return
-        loop = asyncio.get_running_loop()
-        silent = loop.time() - self._heard
+        silent = asyncio.get_running_loop().time() - self._heard
         if silent >= 2 * self._keep_alive:
             self.abort(f"nothing was heard for {silent:.1f} s")
             return
         if silent >= self._keep_alive:
             self.write(PING)
-        self._alarm = loop.call_later(self._keep_alive / 2, self._watch)
+        self._alarm.set(self._keep_alive / 2)
 
     def _end(self, why: str) -> None:
         if self.lost is not None:
             return
         self.lost = why
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._alarm.cancel()
         if self._answering is not None:
             self._answering.cancel()
         error = ConnectionError(f"{self.address}: {why}")

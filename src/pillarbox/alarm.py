@@ -1,0 +1,38 @@
+"""An alarm: something is called once, at the earliest of the moments that were asked for.
+
+The alarm keeps its deadline itself, since the handle of an event loop need not know it: uvloop counts in whole
+milliseconds, and answers `call_later` below half of one with a handle that is no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+
+class Alarm:
+    """Calls ``ring`` when it is due. It can be set again at any time, also by ``ring``."""
+
+    def __init__(self, ring: Callable[[], object]) -> None:
+        self._ring = ring
+        self._deadline = math.inf
+        self._handle: asyncio.Handle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Ring after so many seconds, never before; unless it rings earlier anyway."""
+        loop = asyncio.get_running_loop()
+        deadline = math.ceil((loop.time() + seconds) * 1000) / 1000  # uvloop would round down, too
+        if deadline < self._deadline:
+            self.cancel()
+            self._deadline, self._handle = deadline, loop.call_at(deadline, self._due)
+
+    def cancel(self) -> None:
+        """Do not ring until it is set again."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._deadline, self._handle = math.inf, None
+
+    def _due(self) -> None:
+        self.cancel()
+        self._ring()
