@@ -19,7 +19,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild chaos simulate clean
+.PHONY: help setup servers test test-all test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,11 +43,13 @@ setup: .venv/.installed ## make .venv from the hash-pinned lock (PYTHON=... to c
 servers: ## install the servers that the tests run against (root and apt-get, Maven; elsewhere: say what is missing)
 	@PYTHON=$(PYTHON) scripts/servers
 
-test: setup servers ## run the tests (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
+test: setup servers ## run the tests in a few minutes (TESTS=path to narrow, PYTEST_FLAGS=... for more, WORKERS=0 for one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) $(TESTS)
-ifeq ($(TESTS),)
-	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) -k embedded tests/e2e
-endif
+
+test-all: setup servers ## all tests: every database, chaos, programs that want the machine for themselves, many simulated worlds
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) tests/e2e
+	$(MAKE) simulate SEEDS=5000
 
 prove-contract: setup servers ## the contract program for Pulsar, on PostgreSQL and MariaDB
 	$(BIN)/python -m pytest --alone tests/e2e/test_contract.py
@@ -147,8 +149,10 @@ prove-rebuild: setup servers ## a projection with 1,000,000 events is written an
 chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
 
-simulate: setup ## run relays and consumers through simulated faults (SEEDS=50000, START=0)
+simulate: setup ## run relays and consumers through simulated faults, and search for planted ones (SEEDS=50000, START=0)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START) --processes $(WORKERS)
+	$(BIN)/python -m tests.simulation.mutants
+	$(BIN)/python -m tests.simulation.consumer_mutants
 
 clean: ## remove everything that is made, .venv too
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -39,6 +39,9 @@ class FreshDatabase(Protocol):
     def __call__(self, kind: str, *, empty: bool = False, shards: int = SHARDS) -> Database: ...
 
 
+EACH_DATABASE = [DATABASES[0], *(pytest.param(kind, marks=pytest.mark.elsewhere) for kind in DATABASES[1:])]
+"""Parameters of a fixture: `make test` takes the first only, unless the test is marked `dialects`."""
+
 USED, MISSING = "server used", "server missing"  # what a test's report says about servers
 
 
@@ -113,13 +116,13 @@ def fresh_database(servers: Servers, use_server: Callable[[str], Server]) -> Ite
         database.server.drop(database.name)
 
 
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=EACH_DATABASE)
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
-    """A database of one's own; the test runs once for each kind."""
+    """A database of one's own; the test runs once for each kind, by `make test` only if it is marked `dialects`."""
     return fresh_database(request.param)
 
 
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=EACH_DATABASE)
 def empty_database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
     """The same, for tests that make its tables themselves."""
     return fresh_database(request.param, empty=True)
@@ -238,6 +241,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only the tests that want the machine for themselves")
+    parser.addoption("--full", action="store_true", help="also the tests that `make test` leaves to `make test-all`")
     parser.addoption("--loop", choices=LOOPS, default="asyncio", help="the event loop of async tests")
 
 
@@ -251,15 +255,25 @@ def pytest_asyncio_loop_factories(
     return {chosen: LOOPS[chosen]}
 
 
+def _is_left_to_test_all(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return "full" in marks or ("elsewhere" in marks and "dialects" not in marks)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Programs that go by the clock want the machine for themselves: they come by `--alone`, or if they are named."""
-    alone = config.getoption("alone")
+    """Choose what runs: a test that is named by its id always does.
+
+    Programs that go by the clock want the machine for themselves, and come with `--alone`.
+    """
+    alone, full = config.getoption("alone"), config.getoption("full")
     if not alone and any("::" in argument for argument in config.args):
         return
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        (kept if (item.get_closest_marker("alone") is not None) is alone else others).append(item)
+        is_alone = item.get_closest_marker("alone") is not None
+        chosen = is_alone if alone else not is_alone and (full or not _is_left_to_test_all(item))
+        (kept if chosen else others).append(item)
     config.hook.pytest_deselected(items=others)
     # First those that break a cluster: one after the other they share it, and the long ones are not left for the end.
     items[:] = sorted(kept, key=_breaks_a_cluster, reverse=True)
@@ -293,7 +307,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long a drawn example takes says more about the machine than about what is tested.
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
-    config.addinivalue_line("markers", "alone: a test that wants the machine for itself")
-    config.addinivalue_line("markers", "every_loop: an async test that runs on asyncio's own loop and on uvloop")
+    for marker in (
+        "alone: a test that wants the machine for itself",
+        "full: a test that `make test` leaves to `make test-all`",
+        "elsewhere: on this database `make test` runs the test only if it is marked `dialects`",
+        "dialects: a test of SQL that differs from database to database: `make test` runs it on every kind",
+        "every_loop: an async test that runs on asyncio's own loop and on uvloop",
+    ):
+        config.addinivalue_line("markers", marker)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ServerReport(config), "server-report")

@@ -184,7 +184,10 @@ def run(name: str, workers: int) -> Result:
     report.unlink(missing_ok=True)
     try:
         python = cell.prepare(name)
-        command = [*(str(python), "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider"), f"--junitxml={report}"]
+        command = [
+            *(str(python), "-m", "pytest", "--full", "-n", str(workers), "-p", "no:cacheprovider"),
+            f"--junitxml={report}",
+        ]
         # Not PILLARBOX_...: commands refuse what they do not know.
         environment = os.environ | ({"MATRIX_CELL": name} if name in servers.CELLS else {})
         with log.open("wb") as output:

@@ -316,7 +316,7 @@ class TestQueueStore(DatabaseStoreContract):
 class TestLogStore(DetourContract, DatabaseStoreContract):
     kind = LogStore
 
-    @pytest.fixture(params=["embedded", "oldest"])
+    @pytest.fixture(params=["embedded", pytest.param("oldest", marks=pytest.mark.elsewhere)])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
 
@@ -324,7 +324,7 @@ class TestLogStore(DetourContract, DatabaseStoreContract):
 class TestCdcStore(DetourContract, DatabaseStoreContract):
     kind = LogStore
 
-    @pytest.fixture(params=["logical", "logical-oldest"])
+    @pytest.fixture(params=["logical", pytest.param("logical-oldest", marks=pytest.mark.elsewhere)])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
 

@@ -21,7 +21,7 @@ class TestPartitionedLog(DetourContract, DatabaseStoreContract):
 
     kind = LogStore
 
-    @pytest.fixture(params=["embedded", "oldest"])
+    @pytest.fixture(params=["embedded", pytest.param("oldest", marks=pytest.mark.elsewhere)])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
 

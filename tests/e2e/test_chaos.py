@@ -38,6 +38,7 @@ def chaos(use_server: Callable[[str], Server], tmp_path: Path) -> Callable[..., 
     return run
 
 
+@pytest.mark.full
 def test_h34_under_fire_every_event_is_on_the_topic_once_and_in_order(chaos: Callable[..., Any]) -> None:
     code, report = chaos("--seconds", "60", "--seed", "7")
     wrong = (
@@ -53,6 +54,7 @@ def test_h34_under_fire_every_event_is_on_the_topic_once_and_in_order(chaos: Cal
     assert 0 < report["peak_relay_memory_mb"] < 500
 
 
+@pytest.mark.full
 def test_a_relay_with_a_mistake_is_found(chaos: Callable[..., Any]) -> None:
     faults = ("--faults", "kill,cut,half-open")
     code, report = chaos("--seconds", "10", "--seed", "7", *faults, "--canary", "no-deduplication")

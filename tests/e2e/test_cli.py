@@ -28,7 +28,7 @@ from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.settings import Settings
 from pillarbox.transports.memory import MemoryTransport
 from tests import commands
-from tests.conftest import FreshDatabase
+from tests.conftest import EACH_DATABASE, FreshDatabase
 from tests.servers import Database, DatabaseServer, Server
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -123,7 +123,7 @@ def embedded(use_server: Callable[[str], Server]) -> None:
     server.drop("pillarbox")
 
 
-@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+@pytest.fixture(params=EACH_DATABASE)
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase, pillarbox: CommandLine) -> Database:
     """A database that commands use, once for each dialect; an empty one, unless the test wants it migrated."""
     database = fresh_database(request.param, empty="migrated" not in request.fixturenames)

@@ -16,6 +16,12 @@ CONTRACT = Path(__file__).parent.parent / "contract"
 SYNC = {"embedded": "psycopg", "system": "psycopg2", "oldest": "psycopg", "mariadb": "pymysql", "sqlite": "pysqlite"}
 
 
+def on(*kinds: str) -> pytest.MarkDecorator:
+    """On these kinds by `make test`, and on the others by `make test-all`."""
+    others = [pytest.param(kind, marks=pytest.mark.elsewhere) for kind in SYNC if kind not in kinds]
+    return pytest.mark.parametrize("kind", [*kinds, *others])
+
+
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "error", str(CONTRACT / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -23,18 +29,18 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", SYNC)
+@on("embedded", "mariadb", "sqlite")
 def test_quickstart(fresh_database: FreshDatabase, kind: str) -> None:
     assert "2 sent, in order; 1 handled here" in run("quickstart.py", fresh_database(kind, empty=True).url())
 
 
-@pytest.mark.parametrize("kind", SYNC)
+@on("system")
 def test_own_session(fresh_database: FreshDatabase, kind: str) -> None:
     database = fresh_database(kind, empty=True)
     assert "3 sent, in order" in run("own_session.py", database.url(), database.url(SYNC[kind]))
 
 
-@pytest.mark.parametrize("kind", SYNC)
+@on("embedded")
 def test_consumer(fresh_database: FreshDatabase, kind: str) -> None:
     assert "3 invoices from 4 orders delivered twice; 1 rejected" in run(
         "consumer.py", fresh_database(kind, empty=True).url()
@@ -49,6 +55,7 @@ def test_pulsar_exactly_once(fresh_database: FreshDatabase, pulsar: Pulsar, kind
     assert "25 relays killed: each once, in order" in said
 
 
+@pytest.mark.full
 def test_without_a_database_twice_in_a_row(
     use_server: Callable[[str], Server], servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from pillarbox.cli.demo.transport import SinkTransport
 from pillarbox.cli.output import Exit
 from pillarbox.testing.conformance.publisher import Feature, PublisherContract, World, message
 from pillarbox.transport import Message
-from tests.conftest import FreshDatabase
+from tests.conftest import EACH_DATABASE, FreshDatabase
 from tests.servers import Database, Server, wait_until
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -253,7 +253,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     demo.end()
 
 
-@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+@pytest.fixture(params=EACH_DATABASE)
 def migrated(request: pytest.FixtureRequest, fresh_database: FreshDatabase, demo: Demo) -> Database:
     database = fresh_database(request.param)
     asyncio.run(_migrate(database.url()))
@@ -338,6 +338,7 @@ class TestDemo:
         assert complaint == ""
         assert_nothing_is_left(migrated)
 
+    @pytest.mark.full
     @on_postgres
     @pytest.mark.usefixtures("pulsar")
     def test_on_pulsar_no_duplicate_is_forgiven(self, demo: Demo, migrated: Database) -> None:
@@ -366,6 +367,7 @@ class TestDemo:
         assert re.search(r"^balanced +yes$", printed, re.MULTILINE)
         assert complaint == ""
 
+    @pytest.mark.full
     @on_postgres
     def test_flags_choose_the_faults(self, demo: Demo, migrated: Database) -> None:
         printed, _ = demo("--seconds", "3", "--kill", "--poison")

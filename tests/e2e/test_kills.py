@@ -10,7 +10,7 @@ from tests.conftest import FreshDatabase
 from tests.prove.kills import prove
 
 
-@pytest.mark.parametrize("kind", ["embedded", "mariadb"])
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("mariadb", marks=pytest.mark.elsewhere)])
 async def test_h34_killed_relays_lose_nothing_and_keep_every_key_in_order(
     fresh_database: FreshDatabase, tmp_path: Path, kind: str
 ) -> None:

@@ -291,6 +291,7 @@ def process(folder: Path, **variables: str) -> Process:
     return Process(command, port, folder / "log", environment=environment(*VARIABLES) | variables)
 
 
+@pytest.mark.full
 def test_on_pulsar_and_redis(postgres_database: Database, pulsar: Pulsar, redis_url: str, tmp_path: Path) -> None:
     servers = {
         "DATABASE_URL": postgres_database.url(),

@@ -33,7 +33,7 @@ from tests.relays import running
 from tests.servers import Database
 
 
-@pytest.fixture(params=["embedded", "mariadb"])
+@pytest.fixture(params=["embedded", pytest.param("mariadb", marks=pytest.mark.elsewhere)])
 async def box(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> AsyncIterator[Pillarbox]:
     async for made in _box(fresh_database(request.param).url()):
         yield made

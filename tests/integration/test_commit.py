@@ -25,6 +25,8 @@ from tests.domain import Order, OrderNoted, order_box, set_up, until_somebody_wa
 from tests.proxy import Mode, Proxy
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 ASYNC_DRIVERS = [("system", "asyncpg"), ("system", "psycopg"), ("mariadb", "asyncmy"), ("mariadb", "aiomysql")]
 SYNC_DRIVERS = [("system", "psycopg"), ("system", "psycopg2"), ("mariadb", "pymysql")]
 LOST: list[tuple[Mode, bool]] = [("lose the answer", True), ("lose the question", False)]

@@ -40,7 +40,7 @@ from pillarbox.stores.inbox import SqlInbox
 from pillarbox.stores.tables import inbox
 from pillarbox.transport import Received, Subscription
 from pillarbox.transports.memory import MemoryTransport
-from tests.conftest import FreshDatabase
+from tests.conftest import EACH_DATABASE, FreshDatabase
 from tests.servers import Database
 
 TOPIC, REPLIES = "consumed", "replied"
@@ -110,7 +110,7 @@ async def open_box(database: Database) -> AsyncIterator[tuple[Pillarbox, MemoryT
     await engine.dispose()
 
 
-@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+@pytest.fixture(params=EACH_DATABASE)
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
     return fresh_database(request.param, shards=2)
 
@@ -190,6 +190,7 @@ def fail_for(consumer: Consumer, subjects: str) -> list[str]:
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dialects
 async def test_h80_what_comes_again_has_no_second_effect(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, ("a", 1), ("b", 1), ("a", 2))
@@ -202,6 +203,7 @@ async def test_h80_what_comes_again_has_no_second_effect(box: Pillarbox, broker:
     assert sorted(await effects(box)) == [("a", 1), ("a", 2), ("b", 1)]
 
 
+@pytest.mark.dialects
 async def test_h79_a_failure_after_the_effect_undoes_it_with_the_row_of_the_inbox(box: Pillarbox) -> None:
     consumer = answering(box)
     calls = fail_once(consumer, lambda: ConnectionError("away"))
@@ -212,6 +214,7 @@ async def test_h79_a_failure_after_the_effect_undoes_it_with_the_row_of_the_inbo
     assert await letters(box) == []
 
 
+@pytest.mark.dialects
 async def test_h78_two_members_that_get_the_same_message_at_once(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, *[(f"k{index}", index) for index in range(20)])
@@ -222,6 +225,7 @@ async def test_h78_two_members_that_get_the_same_message_at_once(box: Pillarbox,
     assert sorted(await effects(box)) == sorted((f"k{index}", index) for index in range(20))
 
 
+@pytest.mark.dialects
 async def test_h83_consumers_and_tenants_do_not_see_each_other(box: Pillarbox, broker: MemoryTransport) -> None:
     one, other = answering(box), answering(box, "other")
     await ask(box, ("a", 1))
@@ -495,6 +499,7 @@ async def test_an_older_version_is_brought_to_the_one_that_is_wanted(box: Pillar
     assert await effects(box) == [("a", 1), ("old", 0)]
 
 
+@pytest.mark.dialects
 async def test_h82_the_same_event_with_another_body_is_quarantined_once(
     box: Pillarbox, broker: MemoryTransport
 ) -> None:
@@ -672,6 +677,7 @@ async def test_s54_a_message_by_the_topic_of_another_tenant_is_quarantined(
     assert len(seen) == 2
 
 
+@pytest.mark.dialects
 async def test_an_id_that_is_none_for_some_databases_stops_nobody(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, ("a", 1))
@@ -782,6 +788,7 @@ async def test_h87_no_transient_error_ever_makes_a_letter(box: Pillarbox) -> Non
 # -- redrive -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dialects
 async def test_h89_a_letter_is_redriven_once(box: Pillarbox) -> None:
     consumer = answering(box)
     closed = True

@@ -21,6 +21,8 @@ from pillarbox.consumers.failure import Failure, classify
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 POSTGRES = [("embedded", "asyncpg"), ("embedded", "psycopg")]
 MYSQL = [("mariadb", "asyncmy"), ("mariadb", "aiomysql")]
 SERVERS = [*POSTGRES, *MYSQL]

@@ -17,7 +17,7 @@ from tests.prove.fuzz import prove
 RUNS = 300
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "embedded"])
+@pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.elsewhere), "embedded"])
 async def test_random_programs_leave_what_the_model_says(fresh_database: FreshDatabase, kind: str) -> None:
     assert await prove(fresh_database(kind).url(), range(RUNS)) == []
 

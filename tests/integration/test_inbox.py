@@ -32,6 +32,8 @@ from pillarbox.testing.conformance.inbox import letter, still_waiting
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 @pytest.fixture
 async def engine(database: Database) -> AsyncIterator[AsyncEngine]:

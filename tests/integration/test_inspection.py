@@ -16,6 +16,8 @@ from pillarbox.stores.tables import lanes, outbox
 from pillarbox.transports.memory import MemoryTransport
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 class Came(IntegrationEvent, name="yard.truck.came"):
     pass

@@ -26,6 +26,8 @@ from pillarbox.transports.memory import MemoryTransport
 from tests.relays import running, soon
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 LEASE = 0.5
 with_locks_on_rows = pytest.mark.parametrize("database", ["embedded", "mariadb"], indirect=True)
 

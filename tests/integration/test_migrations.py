@@ -247,6 +247,8 @@ SCRIPT = '''
 from alembic import op
 import pillarbox.alembic
 import sqlalchemy as sa
+
+pytestmark = pytest.mark.dialects
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}
 branch_labels = ${repr(branch_labels)}

@@ -31,6 +31,8 @@ from pillarbox.transports.memory import MemoryTransport
 from tests.domain import until_somebody_waits
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 ROUTE = "broker:depot.events"
 ROUTE_ID = stable_hash(ROUTE)
 ANNA = Author("anna@office", "the broker was full")

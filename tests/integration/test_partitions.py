@@ -56,7 +56,7 @@ KEYS = [key for key in (f"wagon-{number}" for number in range(200)) if stable_ha
 _numbers = count()
 _T = TypeVar("_T")
 
-newest_and_oldest = pytest.mark.parametrize("kind", ["embedded", "oldest"])
+newest_and_oldest = pytest.mark.parametrize("kind", ["embedded", pytest.param("oldest", marks=pytest.mark.elsewhere)])
 
 
 class Moved(IntegrationEvent, name="partitions.wagon.moved"):
@@ -162,6 +162,7 @@ async def yard(kind: str, fresh_database: FreshDatabase) -> AsyncIterator[Yard]:
     await engine.dispose()
 
 
+@pytest.mark.dialects
 @newest_and_oldest
 class TestPartition:
     async def test_rows_keep_everything_and_are_sent_as_before(self, yard: Yard) -> None:

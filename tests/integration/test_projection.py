@@ -29,6 +29,8 @@ from tests.conftest import FreshDatabase
 from tests.domain import order_box, until_somebody_waits
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 class ParcelPacked(IntegrationEvent, name="tests.projected.packed", version=1):
     parcel_id: UUID

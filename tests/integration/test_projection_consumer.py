@@ -15,7 +15,7 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.errors import StoreError
 from pillarbox.inbox import LetterKind
 from pillarbox.transports.memory import MemoryTransport
-from tests.conftest import FreshDatabase
+from tests.conftest import EACH_DATABASE, FreshDatabase
 
 TOPIC = "shelves"
 
@@ -66,7 +66,7 @@ def broker() -> MemoryTransport:
     return MemoryTransport()
 
 
-@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+@pytest.fixture(params=EACH_DATABASE)
 async def box(
     request: pytest.FixtureRequest, fresh_database: FreshDatabase, broker: MemoryTransport
 ) -> AsyncIterator[Pillarbox]:

@@ -24,6 +24,8 @@ from pillarbox.stores.columns import Utc
 from pillarbox.tenancy import row_level_security
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 class Base(DeclarativeBase):
     pass

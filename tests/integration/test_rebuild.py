@@ -32,7 +32,7 @@ from pillarbox.tenancy import row_level_security
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemorySubscription, MemoryTransport
 from pillarbox.transports.pulsar.names import spellings
-from tests.conftest import FreshDatabase
+from tests.conftest import EACH_DATABASE, FreshDatabase
 from tests.domain import make_due, until_somebody_waits
 from tests.prove import rebuild as proof
 from tests.servers import Database
@@ -188,7 +188,7 @@ async def open_box(url: str, broker: MemoryTransport | None = None, *, topic: st
     await engine.dispose()
 
 
-@pytest.fixture(params=["embedded", "mariadb", "sqlite"])
+@pytest.fixture(params=EACH_DATABASE)
 def database(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> Database:
     return fresh_database(request.param, shards=2)
 
@@ -298,6 +298,7 @@ def at(stage: Stage, work: Callable[[], Awaitable[object]]) -> Callable[[Progres
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dialects
 async def test_a_spoilt_table_is_again_what_the_events_say(box: Pillarbox) -> None:
     jars, labels = projected(box, Jars), projected(box, Labels)
     await fill_jars(box, 10)
@@ -328,6 +329,7 @@ async def test_again_and_again_and_the_live_one_goes_on_each_time(box: Pillarbox
     assert (again.handled, again.duplicates) == (0, 0)
 
 
+@pytest.mark.dialects
 async def test_names_of_indexes_and_constraints_stay(box: Pillarbox) -> None:
     jars = projected(box, Jars)
 
@@ -437,6 +439,7 @@ async def test_what_comes_while_it_is_held_is_not_at_fault(box: Pillarbox, sourc
     assert [(row[0], *row[1:3]) for row in await rows_of(box, LabelRow)] == await folded(box)
 
 
+@pytest.mark.dialects
 async def test_each_tenant_has_its_own_rows(box: Pillarbox) -> None:
     labels = projected(box, OwnLabels)
     for tenant in ("acme", "globex"):
@@ -806,6 +809,7 @@ def test_a_template_means_the_topics_that_subscribers_find_by_it() -> None:
 # -- who reads, and who may --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dialects
 async def test_readers_see_no_error_and_always_a_whole_table(box: Pillarbox) -> None:
     labels = projected(box, Labels)
     await fill_jars(box, 6)
@@ -1031,6 +1035,7 @@ class Killed(BaseException):
     """The process has died."""
 
 
+@pytest.mark.dialects
 @pytest.mark.parametrize("stage", [*Stage])
 async def test_a_rebuild_that_dies_is_mended_by_the_next_one(
     box: Pillarbox, stage: Stage, monkeypatch: pytest.MonkeyPatch

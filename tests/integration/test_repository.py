@@ -25,6 +25,8 @@ from pillarbox.interceptors import Audit, Audited, OptimisticLock, ReadCache, So
 from tests.domain import Order, order_box, set_up, written
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 class Base(DeclarativeBase):
     pass

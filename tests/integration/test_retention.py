@@ -32,6 +32,8 @@ from tests.domain import make_due
 from tests.relays import running
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 TOPIC, ROUTE = "depot.events", "broker:depot.events"
 ROUTE_ID = stable_hash(ROUTE)
 ANNA = Author("anna@office", "the disk is full")

@@ -11,6 +11,8 @@ from pillarbox.stores.migrations import migrate
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 ASYNC_DRIVERS = ("asyncpg", "psycopg", "asyncmy", "aiomysql", "aiosqlite")
 
 

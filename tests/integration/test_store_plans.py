@@ -37,7 +37,7 @@ _CURSORS: dict[str, Any] = {"postgresql": AsyncAdapt_asyncpg_cursor, "sqlite": A
 _WALKS = {"postgresql": ("Seq Scan on pillarbox_outbox",), "sqlite": ("SCAN o", "SCAN pillarbox_outbox", "SCAN w")}
 
 
-@pytest.fixture(params=["embedded", "system", "sqlite"])
+@pytest.fixture(params=["embedded", pytest.param("system", marks=pytest.mark.elsewhere), "sqlite"])
 async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> AsyncIterator[AsyncEngine]:
     engine = create_async_engine(fresh_database(request.param).url())
     sqlite.put_right(engine.sync_engine)

@@ -164,7 +164,7 @@ async def shop_on(database: Database, driver: str = "asyncpg") -> AsyncIterator[
     await soon(lambda: shop.slots() == [])
 
 
-@pytest.fixture(params=["logical", "logical-oldest"])
+@pytest.fixture(params=["logical", pytest.param("logical-oldest", marks=pytest.mark.elsewhere)])
 async def shop(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> AsyncIterator[Shop]:
     async with shop_on(fresh_database(request.param)) as found:
         yield found

@@ -56,6 +56,8 @@ from pillarbox.transports.memory import MemoryTransport
 from tests.domain import written
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 ALL = {UNSCOPED: True}
 
 

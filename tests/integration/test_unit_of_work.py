@@ -53,6 +53,8 @@ from tests.domain import (
 )
 from tests.servers import Database
 
+pytestmark = pytest.mark.dialects
+
 
 @pytest.fixture
 async def box(database: Database) -> AsyncIterator[Pillarbox]:

@@ -1,6 +1,6 @@
 """Planted mistakes of consumers, and what must find each of them.
 
-python -m tests.simulation.consumer_mutants        how many seeds each of them takes
+python -m tests.simulation.consumer_mutants        search for the first seed that catches each of them
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,50 +22,25 @@ from pillarbox.inbox import Admission
 from tests.memory.inbox import MemoryInbox, MemoryTable
 from tests.simulation.consumer_database import SimulatedUnitOfWork
 from tests.simulation.consumers import simulate_consumers
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-LIMIT = 100
-"""Seeds within which every mistake must show."""
-
-
-@dataclass
-class Mutant:
-    """A mistake, the worlds in which it shows, and how."""
-
-    plant: Plant
-    shows: tuple[str, ...]
-    world: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.plant.__name__.removeprefix("_")
-
+from tests.simulation.planted import Mutant, Plant, search
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*shows: str, **world: Any) -> Callable[[Plant], Plant]:
+def mutant(*shows: str, seed: int = 0, **world: Any) -> Callable[[Plant], Plant]:
     """Keep a mutant, with the promises that it breaks."""
 
     def keep(plant: Plant) -> Plant:
-        MUTANTS.append(Mutant(plant, shows, world))
+        MUTANTS.append(Mutant(plant, shows, simulate_consumers, world, seed))
         return plant
 
     return keep
 
 
-def seeds_to_catch(planted: Mutant) -> tuple[int, str]:
-    """How many seeds it takes, and what was seen then; nothing, if it gets away."""
-    for seed in range(LIMIT):
-        for violation in simulate_consumers(seed, **planted.world).violations:
-            if violation.startswith(planted.shows):
-                return seed + 1, violation
-    return LIMIT, ""
-
-
 # -- one transaction ---------------------------------------------------------------------------------------------------
 
 
-@mutant("C2 once", "C3 both")
+@mutant("C2 once", "C3 both", seed=2)
 def _effect_first_and_the_row_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
     async def take_effect(self: Processor, opened: Sequence[Any]) -> None:
         inbox: Any = self._inbox
@@ -156,7 +130,7 @@ def _ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SubscriptionIntake, "_work", hasty)
 
 
-@mutant("C6 acked")
+@mutant("C6 acked", seed=6)
 def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     together = Processor._together
 
@@ -167,7 +141,7 @@ def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_together", careless)
 
 
-@mutant("H93")
+@mutant("H93", seed=7)
 def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
     work = SubscriptionIntake._work
 
@@ -209,7 +183,7 @@ def _unknown_errors_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
     assert classify(ConnectionError()) is Failure.UNKNOWN
 
 
-@mutant("C9 liveness")
+@mutant("C9 liveness", seed=6)
 def _unknown_errors_never_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_is_its_own_fault", lambda _self, _trouble: False)
 
@@ -226,7 +200,7 @@ def _letter_without_a_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_write_letters", write_letters)
 
 
-@mutant("C6 acked")
+@mutant("C6 acked", seed=3)
 def _letter_that_was_not_written_taken_for_written(patch: pytest.MonkeyPatch) -> None:
     park = Processor._park
 
@@ -322,13 +296,5 @@ def _transaction_left_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedUnitOfWork, "__aexit__", leave)
 
 
-def _tell() -> None:
-    for planted in MUTANTS:
-        with pytest.MonkeyPatch.context() as patch:
-            planted.plant(patch)
-            seeds, violation = seeds_to_catch(planted)
-        sys.stdout.write(f"{planted!s:55} {seeds:4}  {violation or 'GOT AWAY'}\n")
-
-
 if __name__ == "__main__":
-    _tell()
+    sys.exit(search(MUTANTS))

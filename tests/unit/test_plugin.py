@@ -460,7 +460,7 @@ async def test_a_subscriber_that_is_no_transport_gets_what_is_routed_to_its_topi
     assert sorted(heard) == ["ours o-1", "theirs o-2"]
 
 
-@pytest.mark.parametrize("kind", ["embedded", "mariadb"])
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("mariadb", marks=pytest.mark.elsewhere)])
 async def test_a_database_of_ones_own(fresh_database: FreshDatabase, kind: str, tmp_path: Path) -> None:
     config = PillarboxConfig(box=box, metadata=Base.metadata, url=fresh_database(kind, empty=True).url())
     async with Harness(config, tmp_path) as harness:
