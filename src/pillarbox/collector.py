@@ -349,7 +349,11 @@ class Collector:
             for row in self._outbox.deliveries(entry.raised, origin, self._tenant_of(entry))
         ]
         self._lock_keys(connection, [entry for entry, _ in wanted if entry.ordered])
-        self._outbox.append(connection, deliveries)
+        try:
+            self._outbox.append(connection, deliveries)
+        except BaseException:
+            commit.doubt(connection)  # rows may go by the driver, where SQLAlchemy tells nobody of an error
+            raise
         return deliveries
 
     def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:

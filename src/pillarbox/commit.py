@@ -10,12 +10,12 @@ without a word.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -27,8 +27,10 @@ GUARDED = "pillarbox_guards_commits"
 ANSWER_SECONDS = 10.0
 """How long a task that was cancelled waits for the answer to its COMMIT. What takes longer will not come."""
 
-_uninterrupted: contextvars.ContextVar[bool] = contextvars.ContextVar("pillarbox_uninterrupted", default=False)
-"""Whether the running task is one that no cancellation reaches: then COMMIT needs no protection of its own."""
+_uninterrupted: ContextVar[asyncio.Task[Any] | None] = ContextVar("pillarbox_uninterrupted", default=None)
+"""A task that no cancellation reaches: its COMMIT needs no protection of its own. Tasks that it starts inherit this
+variable, and are not that task.
+"""
 
 Written = Sequence[tuple[UUID, int, int]]
 
@@ -89,7 +91,7 @@ def guard_commits(engine: Engine) -> None:
 
     def do_commit(dbapi_connection: Any) -> None:
         try:
-            if dialect.is_async and not _uninterrupted.get():
+            if dialect.is_async and _uninterrupted.get() is not asyncio.current_task():
                 await_only(_to_the_end(plain_commit, dbapi_connection))
             else:
                 plain_commit(dbapi_connection)
@@ -110,10 +112,15 @@ def guard_commits(engine: Engine) -> None:
         dialect.do_rollback = _trusting(dialect.do_rollback)
 
 
-def _doubt(context: ExceptionContext) -> None:
-    connection = context.connection
-    if connection is not None and not (context.is_disconnect or connection.closed or connection.invalidated):
+def doubt(connection: Connection) -> None:
+    """A statement has failed on this connection: PostgreSQL may have given up the transaction."""
+    if connection.dialect.name == "postgresql" and not (connection.closed or connection.invalidated):
         _doubtful.add(id(connection.connection))
+
+
+def _doubt(context: ExceptionContext) -> None:
+    if context.connection is not None and not context.is_disconnect:
+        doubt(context.connection)
 
 
 def _trusting(rollback: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -177,15 +184,21 @@ async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
 
     A second cancellation does not wait, and nor does one whose COMMIT hangs.
     """
-    context = contextvars.copy_context()
-    context.run(_uninterrupted.set, True)
-    task = asyncio.get_running_loop().create_task(greenlet_spawn(work, *arguments), context=context)
+    task = asyncio.ensure_future(_shielded(work, *arguments))
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError as cancelled:
         if not await _has_ended(task):
             raise
         raise cancelled from (None if task.cancelled() else task.exception())
+
+
+async def _shielded(work: Callable[..., None], *arguments: object) -> None:
+    _uninterrupted.set(asyncio.current_task())
+    try:
+        await greenlet_spawn(work, *arguments)
+    finally:
+        _uninterrupted.set(None)  # or the task and its context would refer to each other
 
 
 async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, event, select, text
+from sqlalchemy import Connection, NullPool, create_engine, event, select, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
 from pillarbox import CommitOutcomeUnknown, Pillarbox, commit
 from pillarbox.commit import GUARDED, guard_commits, was_answered
 from pillarbox.errors import SessionError
+from pillarbox.relay import Relay
 from pillarbox.stores.turns import Turns
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, until_somebody_waits, written
@@ -354,6 +355,103 @@ class TestCancellation:
                 assert (await uow.session.execute(select(1))).scalar() == 1
             assert await written(box.engine) == []
             await box.engine.dispose()
+
+    async def test_h11_a_task_that_is_started_during_a_commit_has_its_own_commit_protected(
+        self, postgres_database: Database
+    ) -> None:
+        """What a listener starts inherits the context of a COMMIT that needs no protection."""
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            sending, go_on = asyncio.Event(), asyncio.Event()
+            started: list[asyncio.Task[None]] = []
+
+            async def beside() -> None:
+                _slow_commit(box.engine.sync_engine, sending, go_on)
+                async with box.engine.begin() as connection:
+                    await connection.execute(text("CREATE TABLE made (id integer)"))
+
+            async with box.unit_of_work() as uow:
+                begin = lambda _: started.append(asyncio.get_running_loop().create_task(beside()))  # noqa: E731
+                event.listen(uow.session.sync_session, "after_commit", begin)
+            await sending.wait()
+            started[0].cancel()
+            await _turns(3)
+            assert not started[0].done()
+            go_on.set()
+            await asyncio.wait(started)
+            async with box.engine.connect() as connection:
+                assert (await connection.exec_driver_sql("SELECT count(*) FROM made")).scalar() == 0
+
+
+class TestRelays:
+    """A relay has an engine of its own, with all of the guard, whatever the box was given."""
+
+    @pytest.fixture(params=["an engine", "an engine with options", "a URL"])
+    def given(self, request: pytest.FixtureRequest) -> Callable[[str], AsyncEngine | str]:
+        def given(url: str) -> AsyncEngine | str:
+            if request.param == "a URL":
+                return url
+            engine = create_async_engine(url, poolclass=NullPool)
+            return engine.execution_options(x=1) if request.param == "an engine with options" else engine
+
+        return given
+
+    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    async def test_a_transaction_that_postgresql_has_given_up_does_not_commit(
+        self, postgres_database: Database, given: Callable[[str], AsyncEngine | str], run: str
+    ) -> None:
+        def fail_quietly(connection: Connection) -> None:
+            connection.execute(text("CREATE TABLE made (id integer)"))
+            with suppress(DBAPIError):
+                connection.execute(text("SELECT nothing"))
+
+        async with order_box(given(postgres_database.url())) as box:
+            await set_up(box)
+            store = store_of(box.relay())
+            with pytest.raises(DBAPIError, match="current transaction is aborted"):
+                await getattr(store, run)(fail_quietly)
+            await getattr(store, run)(lambda connection: connection.execute(text("CREATE TABLE made (id integer)")))
+
+    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    @pytest.mark.parametrize(("kind", "driver"), ASYNC_DRIVERS)
+    async def test_h10_a_lost_answer_is_known_and_its_connection_is_thrown_away(
+        self, fresh_database: FreshDatabase, kind: str, driver: str, run: str
+    ) -> None:
+        database = fresh_database(kind)
+        async with order_box(database.url()) as direct:
+            await set_up(direct)
+        with Proxy(database.url(driver)) as proxy:
+
+            def lose(connection: Connection) -> None:
+                connection.execute(text("DELETE FROM test_lines"))
+                proxy.mode = "lose the answer"
+
+            async with order_box(proxy.url) as box:
+                store = store_of(box.relay())
+                with pytest.raises(CommitOutcomeUnknown):
+                    await getattr(store, run)(lose)
+                proxy.mode = "pass"
+                assert await getattr(store, run)(lambda connection: connection.scalar(select(1))) == 1
+
+    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    async def test_h11_a_cancellation_during_commit_arrives_after_it(
+        self, postgres_database: Database, given: Callable[[str], AsyncEngine | str], run: str
+    ) -> None:
+        async with order_box(given(postgres_database.url())) as box:
+            await set_up(box)
+            store, sending, go_on = store_of(box.relay()), asyncio.Event(), asyncio.Event()
+            _slow_commit(store._engine.sync_engine, sending, go_on)
+            made = text("CREATE TABLE made (id integer)")
+            with pytest.raises(TimeoutError):
+                async with _over_during_commit(sending, go_on):
+                    await getattr(store, run)(lambda connection: connection.execute(made))
+            async with box.engine.connect() as connection:
+                assert (await connection.exec_driver_sql("SELECT count(*) FROM made")).scalar() == 0
+
+
+def store_of(relay: Relay) -> Turns:
+    assert isinstance(relay._store, Turns)
+    return relay._store
 
 
 def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -> None:

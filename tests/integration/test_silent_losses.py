@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import Mapped, mapped_column, relationship, selectinload
 
-from pillarbox import Aggregate, IntegrationEvent, Pillarbox, Route, downcaster, register_event
+from pillarbox import Aggregate, DuplicateEventError, IntegrationEvent, Pillarbox, Route, downcaster, register_event
 from pillarbox.errors import SessionError
 from pillarbox.stores.tables import lanes
 from pillarbox.transports.memory import MemoryTransport
@@ -223,6 +223,27 @@ async def test_a_transaction_that_postgresql_has_given_up_does_not_commit(
                 async with uow.session.begin_nested():
                     await uow.session.execute(again)
         assert await written(box.engine) == ["placed"], "a savepoint has kept it whole"
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_transaction_that_postgresql_has_given_up_for_an_outbox_row_does_not_commit(
+    postgres_database: Database, driver: str
+) -> None:
+    """The row was refused, and the application takes back what it raised: nothing would write again before COMMIT."""
+    async with order_box(postgres_database.url(driver)) as box:
+        await set_up(box)
+        async with box.unit_of_work() as uow:
+            uow.publish(known := OrderNoted(note="x"), key="k")
+        with pytest.raises(DBAPIError, match="current transaction is aborted"):
+            async with box.unit_of_work() as uow:
+                uow.add(order := Order.place())
+                await uow.flush()
+                order.raise_event(known)
+                with pytest.raises(DuplicateEventError):
+                    await uow.flush()
+                order.pull_events()
+        assert not uow.committed
+        assert await written(box.engine) == ["noted"]
 
 
 async def test_an_outer_unit_of_work_cannot_end_while_an_inner_one_is_open(box: Pillarbox) -> None:
