@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +34,7 @@ from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Streamed
 from pillarbox.stores.slots import SlotState
+from pillarbox.stores.stream import open_stream
 from pillarbox.stores.trail import Author
 from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
@@ -654,6 +657,24 @@ async def test_h59_a_server_that_restarts_brings_its_stream_back(
         await newest.write(20)
         await soon(lambda: _once(newest) == newest.written)  # this broker knows no duplicates: lanes may have stumbled
     assert said("stream.down") != []
+
+
+@pytest.mark.every_loop
+async def test_h59_a_stream_that_was_cut_leaves_no_reader_behind(newest: Shop) -> None:
+    """libpq has closed its socket: whoever gets the number next, the drivers of the store too, would hear nothing."""
+    feed = Feed(newest.box.engine, Buffer(1), relay="r1")
+    began = asyncio.Event()
+    async with open_stream(
+        feed._info, "pillarbox_cut", keep=False, may_make=began.set, lost=feed._slot_is_lost, waits=feed._slot_waits
+    ) as stream:
+        number = stream._pg.socket
+        reading = asyncio.ensure_future(stream.read(lambda _: None, began.set))
+        await began.wait()
+        with socket.socket(fileno=os.dup(number)) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(psycopg.OperationalError, match="closed the connection"):
+            await reading
+        assert not asyncio.get_running_loop().remove_reader(number)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +100,9 @@ class Stream:
         """Hand over every message as it comes, and say after each handful that there is no more for now. Ends by an
         error only.
         """
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pg.socket, readable.set)
+        loop = asyncio.get_running_loop()
         self._heard_at = self._confirmed_at = loop.time()
-        try:
+        with _readable(self._pg) as readable:
             while True:
                 while self._take_some(take):  # some may have come with the answer that began the stream
                     done()
@@ -118,8 +117,6 @@ class Stream:
                     self._see_whether_it_lives()
                 readable.clear()
                 self._pg.consume_input()
-        finally:
-            loop.remove_reader(self._pg.socket)
 
     def _take_some(self, take: Callable[[memoryview], None]) -> bool:
         """Whether there may be more."""
@@ -181,6 +178,19 @@ async def open_stream(
         yield Stream(connection, facts, left_behind=found is not None and found.failover == "false")
     finally:
         await connection.close()
+
+
+@contextmanager
+def _readable(pg: pq.abc.PGconn) -> Iterator[asyncio.Event]:
+    """Set whenever there is something to read. libpq closes the socket of a lost connection by itself, and the next one
+    may get its number: a loop that still watched that would not hear the next one.
+    """
+    loop, readable, number = asyncio.get_running_loop(), asyncio.Event(), pg.socket
+    loop.add_reader(number, readable.set)
+    try:
+        yield readable
+    finally:
+        loop.remove_reader(number)
 
 
 @asynccontextmanager
@@ -330,18 +340,15 @@ async def _start(connection: psycopg.AsyncConnection[Any], slot: str, facts: Fac
         f"START_REPLICATION SLOT {slot} LOGICAL {facts.position} "
         f"(proto_version '1', publication_names '{PUBLICATION}', binary 'true')"
     )
-    pg, loop, readable = connection.pgconn, asyncio.get_running_loop(), asyncio.Event()
+    pg = connection.pgconn
     pg.send_query(command.encode())
     pg.flush()
-    loop.add_reader(pg.socket, readable.set)
-    try:
+    with _readable(pg) as readable:
         async with _answer():
             while pg.is_busy():
                 await readable.wait()
                 readable.clear()
                 pg.consume_input()
-    finally:
-        loop.remove_reader(pg.socket)
     result = pg.get_result()
     if result is None or result.status != pq.ExecStatus.COPY_BOTH:
         said = b"" if result is None else result.error_message
