@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle
 from pathlib import Path
+from typing import cast
 
 import google_crc32c
 import lz4.block
@@ -30,7 +31,7 @@ from pillarbox.transports.pulsar import wire_pb2 as wire
 from pillarbox.transports.pulsar.client import Client
 from pillarbox.transports.pulsar.connection import SMALLEST_MESSAGE_LIMIT, BrokerError, Connection, Endpoint
 from pillarbox.transports.pulsar.entries import MAX_MESSAGES, Compression, Cut, Cutter
-from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, Entry, Frames, ProtocolError, framed
+from pillarbox.transports.pulsar.frames import LARGEST_COMMAND, PING, Entry, Frames, ProtocolError, framed
 from pillarbox.transports.pulsar.names import MAX_PARTITIONS, TopicName
 from pillarbox.transports.pulsar.producer import Producer
 from tests.relays import soon
@@ -214,8 +215,7 @@ class Peer(asyncio.Protocol):
         self.heard: list[wire.Command] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
 
     def data_received(self, data: bytes) -> None:
         self.frames += data
@@ -373,6 +373,33 @@ async def test_a_token_that_is_not_to_be_had_again_ends_the_connection() -> None
         await soon(lambda: connection.lost is not None)
         assert "could not be renewed: the function that gives the token failed: RuntimeError" in str(connection.lost)
         assert "hunter2" not in str(connection.lost)
+
+
+class Bystander:
+    """A producer that waits for the end of its connection."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    def received(self, receipt: wire.SendReceipt) -> None: ...
+
+    def refused(self, error: wire.SendError) -> None: ...
+
+    def lost(self, why: str) -> None:  # noqa: ARG002
+        self.told.set()
+
+
+@pytest.mark.every_loop
+async def test_h129_what_is_written_to_a_lost_connection_goes_nowhere_on_every_loop() -> None:
+    bystander = Bystander()
+    async with peer_that(well_behaved) as (endpoint, peers):
+        connection = await connected(endpoint)
+        connection.join(bystander)
+        peers[0].transport.abort()
+        async with asyncio.timeout(20):
+            await bystander.told.wait()
+        connection.write(PING)
+    assert connection.lost is not None
 
 
 async def test_a_slow_token_is_not_the_fault_of_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,9 @@ class Connection(asyncio.Protocol):
         return self
 
     def write(self, data: bytes) -> None:
-        """Send a frame, or several."""
-        self._socket.write(data)
+        """Send a frame, or several; to a connection that is lost, nothing: uvloop's transports would raise."""
+        if self.lost is None:
+            self._socket.write(data)
 
     async def ask(self, kind: wire.Command.Type, part: Callable[[int], wire.Command], *, patience: float) -> Any:
         """A request, and the answer to it. `BrokerError` if that is an error."""
@@ -165,8 +166,7 @@ class Connection(asyncio.Protocol):
 
     def say(self, command: wire.Command) -> None:
         """A command that nobody waits for an answer to."""
-        if self.lost is None:
-            self.write(framed(command))
+        self.write(framed(command))
 
     def close(self) -> None:
         """End it in peace: what was written still goes out."""
