@@ -19,7 +19,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-all test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild chaos simulate clean
+.PHONY: help setup servers test test-all test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild prove-poison chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ prove-consumer-outage: setup servers ## a PostgreSQL that is away for 60 s while
 
 prove-rebuild: setup servers ## a projection with 1,000,000 events is written anew while 500 more a second come in and readers ask
 	$(BIN)/python -m tests.prove.rebuild
+
+prove-poison: setup servers ## rejected keys and tenants, and transports with bugs, on three databases: nothing else waits for them
+	$(BIN)/python -m tests.prove.poison
 
 chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
