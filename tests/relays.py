@@ -15,10 +15,10 @@ from uuid import UUID
 from pillarbox import clock
 from pillarbox.lane import LaneWorker
 from pillarbox.outbox import Delivery, FailurePolicy, Key, Lane, RouteRecord, Status, stable_hash
+from pillarbox.rejections import Rejections
 from pillarbox.relay import Pacing, Relay
 from pillarbox.report import Counts
 from pillarbox.retry import RetryPolicy
-from pillarbox.suspicion import Suspicion
 from pillarbox.transport import Capabilities, Message, Outcome, Publisher
 from pillarbox.transports.memory import MemoryTransport
 from tests.memory.store import MemoryStore
@@ -204,7 +204,7 @@ class World:
             self.broker,
             producer=f"memory/{lane}",
             deadline=clock.current().monotonic() + seconds,
-            suspicion=Suspicion(half),
+            rejections=Rejections(half),
             counts=Counts(),
             draw=half,
             changed=lambda: None,

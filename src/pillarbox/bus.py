@@ -27,7 +27,7 @@ Handler = Callable[[Any], Any]
 class Bus:
     """A `Publisher` whose topics are the names of handlers."""
 
-    capabilities = Capabilities(max_messages=20)  # what a crash may run again
+    capabilities = Capabilities(max_messages=20, timeout=None)  # what a crash may run again; handlers may take long
 
     def __init__(
         self, handlers: Mapping[str, Handler], decode: Callable[[Message], object], signals: Signals = SILENT

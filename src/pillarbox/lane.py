@@ -6,7 +6,10 @@ and leaves the settling to the next announcement, or to an idle moment. Whoever 
 was announced and goes on from there.
 
 Three answers, three reactions. *Rejected*: the row is tried again later, its key waits with it, the lane goes on.
-*Unavailable* or *unknown*: the lane rests, and nobody's attempt is counted. *Lease lost*: the lane stops at once.
+*Unavailable* or *unknown*: the lane rests, and no attempt is counted. *Lease lost*: the lane stops at once.
+
+A transport may have a bug: it raises what no transport should, contradicts itself, or never answers. Then the batch is
+sent one message at a time, and the message that brings the bug about is rejected, so that no other waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from . import clock
 from .alarm import Alarm
@@ -25,11 +28,11 @@ from .numbering import PARTITIONS, Numbering
 from .outbox import Batch, Failure, Key, Lane, OutboxStore, Page, Row, Trouble
 from .plan import Plan, make_plan, stops_key
 from .redaction import redacted
+from .rejections import PROBES, REJECTS_EVERYTHING, Accepted, Rejections
 from .report import Counts, Report
 from .retry import RetryPolicy
-from .suspicion import PROBES, Suspicion
 from .telemetry import SILENT, Signals
-from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict, contradiction
+from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedError, Verdict, contradiction
 
 logger = logging.getLogger("pillarbox")
 
@@ -45,9 +48,68 @@ oversize looks like an outage, and must not take innocent messages with it."""
 DEADLY_TRIES = 3
 """A batch that so many relays died of is sent one message at a time, at least in the beginning."""
 
+UNANSWERED_TRIES = 3
+"""After so many requests in a row without an answer a batch is sent one message at a time: one of them may be why."""
+
 LATE = "no answer in time"
 
 _Item = tuple[int, Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What a destination is known to have of an announced batch."""
+
+    batch: int
+    numbers: Collection[int]
+
+
+class _Fault(Exception):  # noqa: N818  it never leaves this module
+    """A request that brought a bug of the transport about, or that was not answered, through one of its messages."""
+
+    def __init__(self, reason: str, messages: Sequence[Message], *, unanswered: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.number = messages[0].number if len(messages) == 1 else None
+        """Which message it is, if it went alone."""
+        self.unanswered = unanswered
+
+
+class _Care:
+    """How carefully a batch is sent: as a whole, or one message at a time."""
+
+    def __init__(self, *, deadly: bool, grows: bool) -> None:
+        self.most: int | None = 1 if deadly else None
+        """The most messages of a request."""
+        self.fault: _Fault | None = None
+        """What the last request came to, and is yet to be judged."""
+        self._deadly = deadly
+        self._grows = grows
+        self._unanswered = 0
+
+    @property
+    def suspects_each(self) -> bool:
+        """Whether each message may kill the relay."""
+        return self._deadly and self.most == 1
+
+    def blame(self, fault: _Fault) -> Outcome | None:
+        """Go on one message at a time. One that was not answered though it went alone may mean an outage."""
+        self.fault, self.most = fault, 1
+        return _no_answer(fault.reason) if fault.unanswered and fault.number is not None else None
+
+    def heard(self, outcome: Outcome) -> None:
+        """A request has come to an end."""
+        if outcome.accepted:
+            self._unanswered = 0
+            if self._deadly and self._grows and self.most is not None:
+                # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
+                # remembers how far the lane came, requests may grow again: whoever dies of a larger one leaves the next
+                # owner closer to its cause, which is then alone.
+                self.most *= 2
+        if outcome.unfinished is not None:
+            self._unanswered += outcome.unfinished is Verdict.UNKNOWN
+            if self._deadly or self._unanswered >= UNANSWERED_TRIES:
+                self.most = 1
 
 
 class LaneWorker:
@@ -61,16 +123,16 @@ class LaneWorker:
         *,
         producer: str,
         deadline: float,
-        suspicion: Suspicion,
+        rejections: Rejections,
         counts: Counts,
         draw: Callable[[], float],
         changed: Callable[[], None],
         signals: Signals = SILENT,
         linger: float = 0.0,
+        acknowledged: Acknowledged | None = None,
     ) -> None:
         self.lane = lane
         self.pace = Pace()
-        self.trouble: Trouble | None = None
         self.idle = False
         """There is nothing to do, and nothing is open."""
         self.failures = 0
@@ -79,7 +141,8 @@ class LaneWorker:
         self._publisher = publisher
         self._producer = producer
         self._deadline = deadline
-        self._suspicion = suspicion
+        self._rejections = rejections
+        self._trouble: Trouble | None = None
         self._lost = False
         self._report = Report(lane, counts, signals)
         self._draw = draw
@@ -92,12 +155,35 @@ class LaneWorker:
         self._numbering = Numbering(publisher)
         self._stored = False
         """Whether all that is announced is known to be at the destination."""
+        known = acknowledged is not None and acknowledged.batch == lane.batch
+        self._accepted: set[int] = {*acknowledged.numbers} if acknowledged is not None and known else set()
+        """The numbers of the announced batch that the destination has acknowledged."""
+        self._acceptances = 0
+        """How many requests were accepted, at least in part."""
+        self._loners: dict[int, int] = {}
+        """Rows that brought a fault about, each with the acceptances before it. They go alone."""
         self._rates = Rates()
         self._detours = Detours(lane)
         self._in_a_crowd = False
         self._alarm = Alarm(self._bell.set)
 
-    # -- what the relay tells us ---------------------------------------------------------------------------------------
+    # -- what the relay asks and tells ---------------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What keeps the lane, or a tenant in it, from sending."""
+        if self._trouble is None and (place := self._rejections.blocked(self.lane.name)) is not None:
+            wait = max(0.0, place.next_probe - clock.current().monotonic())
+            return Trouble(f"{place} {REJECTS_EVERYTHING}: {place.reason}", wait)
+        return self._trouble
+
+    @property
+    def acknowledged(self) -> Acknowledged | None:
+        """What is known of the announced batch: if the lane is lost, and comes back, it is not sent again."""
+        if self.lane.announced is None or self._publisher.capabilities.numbered:
+            return None
+        whole = range(self.lane.announced.first_number, self.lane.next_number)
+        return Acknowledged(self.lane.batch, whole if self._stored else self._accepted)
 
     def ring(self) -> None:
         """There may be something to do."""
@@ -164,7 +250,7 @@ class LaneWorker:
 
     async def halt(self, why: str) -> None:
         """Keep the lane and do nothing, until we are stopped."""
-        self.trouble = Trouble(why)
+        self._trouble = Trouble(why)
         self._changed()
         await self._stopping.wait()
 
@@ -183,8 +269,8 @@ class LaneWorker:
         """Read, announce, send: what the lane has, then what one of its detours has. False if there is nothing more to
         do.
         """
-        if back := self._suspicion.to_give_back(self.lane):
-            await self._give_back(back)
+        if owed := self._rejections.owed(self.lane):
+            await self._announce(Batch(failures=owed))
         if rested := self._detours.rested(self.pace):
             await self._settle()
             self.lane = await self._store.join(self.lane, rested)
@@ -196,6 +282,9 @@ class LaneWorker:
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
             self._alarm.set(rest)
+        place, now = self._rejections.blocked(self.lane.name), clock.current().monotonic()
+        if place is not None and place.next_probe > now:  # else it has nothing that may be sent now
+            self._alarm.set(place.next_probe - now)
         return more or self._detours.next(self._held) is not None
 
     async def _serve(self, detour: str | None) -> bool:
@@ -285,13 +374,6 @@ class LaneWorker:
         self.lane = await self._store.announce(self.lane, batch, settle=self.lane.announced is not None)
         self._stored = True
 
-    async def _give_back(self, attempts: list[Failure]) -> None:
-        """Take back what was counted while the destination rejected everything."""
-        try:
-            await self._announce(Batch(failures=attempts))
-        finally:
-            self._suspicion.given_back(self.lane)  # a row that a person has dealt with meanwhile is not asked for again
-
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     @property
@@ -301,20 +383,27 @@ class LaneWorker:
     @property
     def _held(self) -> frozenset[str]:
         """Tenants that may send nothing now."""
-        return self.pace.paused_tenants | self._rates.exhausted(self.pace.tenant_rates)
+        exhausted = self._rates.exhausted(self.pace.tenant_rates)
+        return self.pace.paused_tenants | exhausted | self._rejections.held(self.lane)
 
     def _next_batch(self, page: Page) -> Plan:
-        plan = make_plan(page, self.lane, self._publisher.preflight, self._failure)
-        items, blocking = self._suspicion.let_through(self.lane, plan.items)
-        if blocking is not None:
-            wait = max(0.0, blocking.next_probe - clock.current().monotonic())
-            self.trouble = Trouble(f"{' '.join(blocking.name)} rejects everything: {blocking.reason}", wait)
-            self._alarm.set(wait)
+        try:
+            plan = make_plan(page, self.lane, self._publisher.preflight, self._failure)
+        except Exception:
+            plan = make_plan(page, self.lane, self._preflight, self._failure)
+        items = self._rejections.filter_blocked(self.lane, plan.items)
         items, again = self._rates.within(items, self.pace)
         if again is not None:
             self._alarm.set(again)
         plan.keep(items, page)
         return plan
+
+    def _preflight(self, message: Message) -> str | None:
+        """What the transport says, though it has a bug."""
+        try:
+            return self._publisher.preflight(message)
+        except Exception as error:
+            return self._bug(error)
 
     def _may_be_more(self, page: Page, plan: Plan, limit: int) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
@@ -346,67 +435,67 @@ class LaneWorker:
         """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first. The
         messages of all items may be given along.
         """
+        if items is not None:
+            self._accepted = set()
         self._stored = False
         began = clock.current().monotonic()
-        accepted: set[int] = set()
-        trust = 1
+        care = _Care(deadly=self.lane.tries >= DEADLY_TRIES, grows=self._publisher.capabilities.numbered)
         while items is None or items:
-            if items is None:
-                items, outcome = await self._recover(accepted)
-            elif self.lane.tries < DEADLY_TRIES:
-                items, outcome = await self._send(items, accepted, messages)
-            elif trust == 1:
-                items, outcome = await self._send_suspect(items, accepted)
-            else:
-                items, outcome = await self._send(items[:trust], accepted, rest=items[trust:])
+            try:
+                if items is None:
+                    items, outcome = await self._recover(care)
+                elif care.suspects_each:
+                    items, outcome = await self._send_suspect(items)
+                else:
+                    items, outcome = await self._send(items, messages, care.most)
+            except _Fault as fault:
+                items, outcome = None, care.blame(fault)
             messages = None
-            if outcome is not None and outcome.accepted and self._publisher.capabilities.numbered:
-                # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
-                # remembers how far we came, requests may grow again: whoever dies of a larger one leaves the next owner
-                # closer to its cause, which is then alone.
-                trust *= 2
-            if outcome is not None and outcome.unfinished is not None:
-                trust = 1
+            if outcome is None:
+                continue
+            care.heard(outcome)
+            if outcome.unfinished is not None:
                 items = None  # an outage costs no memory: what is left will be read again
-                if not await self._rest(outcome.unfinished.value, outcome.reason):
-                    await self._abandon(accepted)
+                if not await self._rest(outcome.unfinished, outcome.reason):
+                    await self._abandon()
                     return
         self._stored = True
         self._report.delivered(clock.current().monotonic() - began)
 
     async def _send(
-        self,
-        items: list[_Item],
-        accepted: set[int],
-        ready: list[Message] | None = None,
-        rest: Sequence[_Item] = (),
+        self, items: list[_Item], ready: list[Message] | None, most: int | None
     ) -> tuple[list[_Item], Outcome]:
-        """One request; what is left to do comes back, with the ``rest`` that was not to be sent yet."""
-        messages = ready if ready is not None and self._is_one_request(ready) else self._next_request(items)
-        outcome = await self._request(messages)
+        """One request, of ``most`` messages; what is left to do comes back."""
+        if ready is None or not self._is_one_request(ready):
+            ready = self._next_request(items, most)
+        outcome = await self._request(ready)
+        if outcome.accepted and self._loners and len(ready) == 1:
+            self._loners.pop(items[0][1].id, None)
+        if outcome.unfinished is Verdict.UNKNOWN and most == 1 and not outcome.accepted:
+            raise _Fault(outcome.reason, ready, unanswered=True)
         if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
-            return [*rest], outcome
-        accepted.update([messages[index].number for index in outcome.accepted])
+            return [], outcome
+        self._accepted.update([ready[index].number for index in outcome.accepted])
         passed: Collection[int] = ()
         if outcome.unfinished is not None and self._publisher.capabilities.numbered:
             # What is below a rejected number must be known to be stored before that is written down: it comes again.
             # Not so what was passed over: whoever asks how far its place has come would take it for stored.
-            passed = _passed_over(messages, outcome.accepted)
+            passed = _passed_over(ready, outcome.accepted)
             outcome = replace(outcome, rejected=[each for each in outcome.rejected if each.index in passed])
         if outcome.duplicates:
             logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
         if outcome.rejected or passed:
-            return await self._amend([*items, *rest], len(messages), outcome, passed), outcome
-        return [item for item in (*items, *rest) if item[0] not in accepted], outcome
+            return await self._amend(items, len(ready), outcome, passed), outcome
+        return [item for item in items if item[0] not in self._accepted], outcome
 
     def _is_one_request(self, messages: list[Message]) -> bool:
         few = len(messages) <= self._publisher.capabilities.max_messages
-        return few and max([len(message.body) for message in messages]) <= self._largest
+        return few and not self._loners and max([len(message.body) for message in messages]) <= self._largest
 
-    def _next_request(self, items: Sequence[_Item]) -> list[Message]:
+    def _next_request(self, items: Sequence[_Item], most: int | None) -> list[Message]:
         messages: list[Message] = []
-        for number, row in items[: self._publisher.capabilities.max_messages]:
-            alone = len(row.body) > self._largest
+        for number, row in items[: min(most or len(items), self._publisher.capabilities.max_messages)]:
+            alone = len(row.body) > self._largest or row.id in self._loners
             if alone and messages:
                 break
             messages.append(self._numbering.message(self.lane, number, row))
@@ -415,38 +504,52 @@ class LaneWorker:
         return messages
 
     async def _request(self, messages: Sequence[Message]) -> Outcome:
+        """Ask the destination to take these. A `_Fault` if it could not even say no."""
         self._check_lease()
         with self._report.sending(self._producer, messages) as tell:
-            outcome = await self._ask(messages)
+            try:
+                outcome = await self._ask(messages)
+            except _Fault as fault:
+                tell(_no_answer(fault.reason))
+                raise
             tell(outcome)
         if outcome.accepted:
             self._went_well(messages, outcome.accepted)
         return outcome
 
     async def _ask(self, messages: Sequence[Message]) -> Outcome:
+        capabilities = self._publisher.capabilities
+        limit = asyncio.timeout(capabilities.timeout)
         try:
-            async with self._within_lease():
+            async with self._within_lease(), limit:
                 outcome = await self._publisher.send(self._producer, messages)
+            wrong = contradiction(messages, outcome, numbered=capabilities.numbered)
         except TimeoutError as error:
-            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=str(error) or LATE)
+            if limit.expired():
+                raise _Fault(f"no answer within {capabilities.timeout:g} s", messages, unanswered=True) from error
+            return _no_answer(str(error) or LATE)
+        except OSError as error:
+            return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{type(error).__name__}: {error}")
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            outcome = _unknown(error)  # what the transport waited for was cancelled, not we
+            # What the transport waited for was cancelled, not this lane.
+            raise _Fault(self._bug(error), messages) from error
         except Exception as error:
-            logger.debug("%s: the transport failed", self.lane, exc_info=True)
-            outcome = _unknown(error)
-        numbered = self._publisher.capabilities.numbered
-        if (nonsense := contradiction(messages, outcome, numbered=numbered)) is not None:
-            self._report.nonsense(nonsense)
-            outcome = Outcome((), unfinished=Verdict.UNKNOWN, reason=f"its answer is worth nothing: {nonsense}")
+            raise _Fault(self._bug(error), messages) from error
+        if wrong is not None:
+            raise _Fault(self._bug(wrong), messages)
         return outcome
+
+    def _bug(self, found: BaseException | str) -> str:
+        """What to say of an error, or of an answer, that only a bug of the transport can explain."""
+        return self._report.bug(found, first=self._rejections.is_new_bug(self.lane, found))
 
     def _went_well(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
         self._report.sent(messages, accepted)
-        self.failures, self.trouble = 0, None
-        for topic in {messages[index].topic for index in accepted}:
-            self._suspicion.accepted(self.lane, topic)
+        self.failures, self._trouble = 0, None
+        self._acceptances += 1
+        self._rejections.accepted(self.lane, messages, accepted)
         self._numbering.accepted(messages, accepted)
         if len(messages) == 1:  # only a message that went alone can be larger than the largest
             self._largest = max(self._largest, len(messages[0].body))
@@ -461,11 +564,12 @@ class LaneWorker:
         left: list[_Item] = []
         stopped: set[Key] = set()
         stored = set(outcome.accepted)
+        places = {(items[index][1].topic, items[index][1].tenant) for index in stored}
         for index, (number, row) in enumerate(items):
             if index in stored:
                 continue
             if index in reasons:
-                failures.append(self._rejected(row, reasons[index], number))
+                failures.append(self._rejected(row, reasons[index], number, places))
                 if stops_key(failures[-1], self.lane):
                     stopped.add(row.order_key)
             elif passed and index < asked and index not in passed:
@@ -482,8 +586,8 @@ class LaneWorker:
         self.lane = await self._store.amend(self.lane, failures, parked=parked)
         return left
 
-    def _rejected(self, row: Row, reason: str, number: int) -> Failure:
-        attempts = self._suspicion.rejected(self.lane, row, redacted(reason))
+    def _rejected(self, row: Row, reason: str, number: int, accepted: Accepted = ()) -> Failure:
+        attempts = self._rejections.rejected(self.lane, row, redacted(reason), accepted)
         if attempts is not None:
             self._report.refused_like_all()
             return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
@@ -491,7 +595,7 @@ class LaneWorker:
         self._tell(row, failure, number)
         return failure
 
-    async def _send_suspect(self, items: list[_Item], accepted: set[int]) -> tuple[list[_Item], Outcome | None]:
+    async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
         any answer but a rejection takes it back.
         """
@@ -500,33 +604,87 @@ class LaneWorker:
         if self.lane.route.retry.exhausted(row.attempts):
             dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
             self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
-            stopped = {row.order_key} if stops_key(dead, self.lane) else set[Key]()
-            parked = [later.id for _, later in items[1:] if later.order_key in stopped]
-            self.lane = await self._store.amend(self.lane, [dead], parked=parked)
-            return [item for item in items[1:] if item[1].order_key not in stopped], None
+            return await self._take_out(items, {number: dead}), None
         self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts + 1})
-        outcome = await self._request([self._numbering.message(self.lane, number, row)])
+        try:
+            outcome = await self._request([self._numbering.message(self.lane, number, row)])
+        except _Fault as fault:
+            outcome = _no_answer(fault.reason) if fault.unanswered else Outcome((), [Rejection(0, fault.reason)])
         if outcome.rejected:
             return await self._amend(items, 1, outcome), outcome
         self._check_lease()
         self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts})
         if outcome.accepted:
-            accepted.add(number)
-        return [item for item in items if item[0] not in accepted], outcome
+            self._accepted.add(number)
+        return [item for item in items if item[0] not in self._accepted], outcome
+
+    async def _set_aside(self, items: list[_Item], fault: _Fault | None) -> list[_Item]:
+        """Take out of the batch, which cannot go on as it is, what brought the ``fault`` about, and what goes to
+        blocked places. If people have requests about rows of it, take out all: the next announcement carries them out.
+        """
+        failures: dict[int, Failure] = {}
+        asked = await self._store.asked(self.lane, [row.id for _, row in items])
+        for number, row in items:
+            if fault is not None and number == fault.number:
+                failures[number] = self._blamed(row, fault)
+            elif asked or self._rejections.is_blocked(self.lane, row):
+                failures[number] = Failure(row.id, row.attempts, None, 0.0)
+        return await self._take_out(items, failures) if failures else items
+
+    def _blamed(self, row: Row, fault: _Fault) -> Failure:
+        """A bug is a rejection. That there is no answer is one only if others were accepted since there was none for
+        the first time: else it may be an outage, which costs no attempt.
+        """
+        since = self._loners.setdefault(row.id, self._acceptances)
+        if fault.unanswered and since == self._acceptances:
+            delay = self.lane.route.retry.delay(row.attempts + 1, self._draw)
+            return Failure(row.id, row.attempts, redacted(fault.reason), delay)
+        return self._rejected(row, fault.reason, fault.number or 0)
+
+    async def _take_out(self, items: Sequence[_Item], failures: Mapping[int, Failure]) -> list[_Item]:
+        """Amend the batch by these failures, each by its number; what is left of it comes back."""
+        out: list[Failure] = []
+        parked: list[int] = []
+        left: list[_Item] = []
+        stopped: set[Key] = set()
+        for number, row in items:
+            failure = failures.get(number)
+            if row.order_key in stopped:
+                parked.append(row.id)
+            elif failure is None:
+                left.append((number, row))
+            else:
+                out.append(failure)
+                if stops_key(failure, self.lane):
+                    stopped.add(row.order_key)
+        self._check_lease()
+        self.lane = await self._store.amend(self.lane, out, parked=parked)
+        return left
 
     # -- when things go wrong ------------------------------------------------------------------------------------------
 
-    async def _recover(self, accepted: Collection[int]) -> tuple[list[_Item] | None, Outcome | None]:
-        """What is left of the announced batch: rebuilt, without what is known to be stored."""
+    async def _recover(self, care: _Care) -> tuple[list[_Item] | None, Outcome | None]:
+        """What is left of the announced batch: rebuilt, without what is known to be stored, and without what keeps it
+        from going on.
+        """
         self._check_lease()
-        items = await self._left(accepted)
-        if not self._publisher.capabilities.numbered or not items:
-            return items, None
+        items = await self._left()
+        if items and self._publisher.capabilities.numbered:
+            items, outcome = await self._without_those_stored(items)
+            if outcome is not None:
+                return None, outcome
+        fault, care.fault = care.fault, None
+        return await self._set_aside(items, fault) if items else items, None
+
+    async def _without_those_stored(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
+        """Ask a numbered destination how far it has come."""
         try:
             async with self._within_lease():
                 lasts = await self._publisher.open(self._producer, {row.topic for _, row in items})
         except (OSError, TimeoutError) as error:
-            return None, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
+            return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
+        except Exception as error:
+            return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=self._bug(error))
         # Open, then the fenced write, then send: the other order would let a sleeper in.
         self._check_lease()
         self.lane = await self._store.amend(self.lane, ())
@@ -536,13 +694,13 @@ class LaneWorker:
                 self._report.forgotten(place, lasts[place], -1)
             items, outcome = await self._without_stored(items, place, lasts[place])
             if outcome is not None:
-                return None, outcome
+                return items, outcome
         return items, None
 
-    async def _left(self, accepted: Collection[int]) -> list[_Item]:
+    async def _left(self) -> list[_Item]:
         """What of the announced batch is not known to be stored."""
         try:
-            return [item for item in await self._store.rebuild(self.lane) if item[0] not in accepted]
+            return [item for item in await self._store.rebuild(self.lane) if item[0] not in self._accepted]
         except BatchMismatchError:
             # Its next owner may have settled it. Then the lane is lost, and nothing is wrong with it.
             await self._store.amend(self.lane, ())
@@ -557,7 +715,10 @@ class LaneWorker:
             return items, None
         found = len(pushed)
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
-            outcome = await self._request([self._numbering.message(self.lane, *pushed[-1])])
+            try:
+                outcome = await self._request([self._numbering.message(self.lane, *pushed[-1])])
+            except _Fault as fault:
+                outcome = _no_answer(fault.reason)
             if not outcome.accepted:
                 return items, _unanswered(outcome)
             if not outcome.duplicates:
@@ -580,17 +741,37 @@ class LaneWorker:
                 async with self._within_lease():
                     lasts = await self._publisher.open(self._producer, topics)
             except TopicsRefusedError as error:
-                plan.set_aside(error.reasons)
-                for topic, reason in error.reasons.items():
-                    self._report.topic_refused(topic, redacted(reason))
+                self._leave_out(plan, error.reasons)
             except (OSError, TimeoutError) as error:
-                await self._rest(Verdict.UNAVAILABLE.value, str(error) or LATE)
+                await self._rest(Verdict.UNAVAILABLE, str(error) or LATE)
                 return False
+            except Exception as error:
+                self._bug(error)
+                self._leave_out(plan, await self._open_each(topics))
             else:
                 self._check_lasts(lasts)
                 self._numbering.opened(lasts)
                 break
         return True
+
+    async def _open_each(self, topics: Collection[str]) -> dict[str, str]:
+        """Why topics cannot be opened, of which at least one brings a bug of the transport about."""
+        reasons: dict[str, str] = {}
+        for topic in sorted(topics):
+            try:
+                self._check_lease()
+                async with self._within_lease():
+                    await self._publisher.open(self._producer, {topic})
+            except OSError as error:
+                reasons[topic] = str(error) or LATE
+            except Exception as error:
+                reasons[topic] = self._bug(error)
+        return reasons
+
+    def _leave_out(self, plan: Plan, reasons: Mapping[str, str]) -> None:
+        plan.set_aside(reasons)
+        for topic, reason in reasons.items():
+            self._report.topic_refused(topic, redacted(reason))
 
     def _check_lasts(self, lasts: Mapping[str, int]) -> None:
         for place, last in lasts.items():
@@ -603,15 +784,15 @@ class LaneWorker:
             if last < (reached := self._numbering.reached(self.lane, place)):
                 self._report.forgotten(place, last, reached)
 
-    async def _rest(self, verdict: str, reason: str) -> bool:
-        """The destination is not to be had: wait, the longer the more often. False if we are to stop."""
+    async def _rest(self, verdict: Verdict, reason: str) -> bool:
+        """The destination is unavailable: wait, the longer the more often. False if the lane is to stop."""
         said = self._report.away(verdict, redacted(reason), first=self.failures == 0)
         self.failures += 1
         return await self.wait(BREAKER.delay(self.failures, self._draw), said)
 
     async def wait(self, seconds: float, why: str) -> bool:
         """Do nothing for a while, and say why. False if we are to stop."""
-        self.trouble = Trouble(why, seconds)
+        self._trouble = Trouble(why, seconds)
         self._changed()
         try:
             async with asyncio.timeout(seconds):
@@ -620,15 +801,15 @@ class LaneWorker:
             return True
         return False
 
-    async def _abandon(self, accepted: Collection[int]) -> None:
+    async def _abandon(self) -> None:
         """We are to stop, and the destination is away. What it has must not be sent again by our successor.
 
         A numbered transport will tell the successor by itself; there the announcement must stay as it is.
         """
-        if not accepted or self._publisher.capabilities.numbered:
+        if not self._accepted or self._publisher.capabilities.numbered:
             return
         self._check_lease()
-        again = [Failure(row.id, row.attempts, None, 0.0) for _, row in await self._left(accepted)]
+        again = [Failure(row.id, row.attempts, None, 0.0) for _, row in await self._left()]
         self.lane = await self._store.amend(self.lane, again)
         self._stored = True
 
@@ -652,8 +833,8 @@ class LaneWorker:
             self._timeout = None
 
 
-def _unknown(error: BaseException) -> Outcome:
-    return Outcome((), unfinished=Verdict.UNKNOWN, reason=f"{type(error).__name__}: {error}")
+def _no_answer(reason: str) -> Outcome:
+    return Outcome((), unfinished=Verdict.UNKNOWN, reason=reason)
 
 
 def _passed_over(messages: Sequence[Message], accepted: Collection[int]) -> set[int]:

@@ -344,8 +344,9 @@ class LaneStore(Protocol):
         ...
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
-        """Let lanes go, fenced: one that has another owner already is left alone. Their batches stay announced, and it
-        does not count against them. ``leaving`` takes the relay out of the census.
+        """Let lanes go, fenced: one that has another owner already is left to it. Their batches stay announced, and it
+        does not count against them, nor if it comes late, from a relay that was only slow. ``leaving`` takes the relay
+        out of the census.
         """
         ...
 
@@ -418,6 +419,10 @@ class OutboxStore(Protocol):
 
     async def settle(self, lane: Lane) -> Lane:
         """Everything that is left of the announced batch is stored at the destination: mark it sent, fenced."""
+        ...
+
+    async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
+        """Those of the rows that people have requests about, which wait as long as the rows are on their way."""
         ...
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:

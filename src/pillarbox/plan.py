@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from .outbox import Failure, FailurePolicy, Key, Lane, Page, Row
 from .redaction import redacted
-from .suspicion import PROBES
+from .rejections import PROBES
 from .transport import Message
 
 

@@ -26,11 +26,11 @@ from . import clock, telemetry
 from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
-from .lane import BREAKER, LaneWorker
+from .lane import BREAKER, Acknowledged, LaneWorker
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, shard_of
 from .redaction import redacted
+from .rejections import Rejections
 from .report import Counts
-from .suspicion import Suspicion
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher
 
@@ -140,7 +140,9 @@ class Relay:
         self._draw = draw
         self._shares_connection = shares_connection
         self._signals = signals
-        self._suspicion = Suspicion(draw, self._heard)
+        self._rejections = Rejections(draw, self._heard)
+        self._acknowledged: dict[LaneName, Acknowledged] = {}
+        """What is known of the batches of lanes that were lost, in case they come back."""
         self._workers: dict[LaneName, LaneWorker] = {}
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
         self._alive: set[asyncio.Task[None]] = set()
@@ -243,8 +245,10 @@ class Relay:
 
     @property
     def healthy(self) -> bool:
-        """Whether it has seen to its leases lately: what a readiness probe should ask."""
-        return self._is_recent(self._attended_at)
+        """Whether it has seen to its leases lately, and no topic has been rejecting everything for a while: what a
+        readiness probe should ask.
+        """
+        return self._is_recent(self._attended_at) and not self._rejections.standing()
 
     @property
     def alive(self) -> bool:
@@ -399,8 +403,9 @@ class Relay:
         for lane in lanes:
             if lane.route.needs not in self._publishers:
                 continue
-            if lane.name in self._workers:
-                self._workers[lane.name].lose()
+            if (before_us := self._workers.get(lane.name)) is not None:
+                before_us.lose()
+                self._remember(before_us)
             self._workers[lane.name] = worker = self._worker(lane, self._deadline(before))
             self._tasks[lane.name] = task = asyncio.create_task(
                 self._look_after(worker, once=once), name=f"lane {lane}"
@@ -417,12 +422,13 @@ class Relay:
             self._publishers[lane.route.needs],
             producer=f"{install}/{lane}",
             deadline=deadline,
-            suspicion=self._suspicion,
+            rejections=self._rejections,
             counts=self.counts,
             draw=self._draw,
             changed=self._progress.set,
             signals=self._signals,
             linger=0.0 if self._began_at is None else self._pacing.linger,
+            acknowledged=self._acknowledged.pop(lane.name, None),
         )
 
     async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:
@@ -450,9 +456,16 @@ class Relay:
         finally:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
                 del self._workers[name], self._tasks[name]
+                self._rejections.forget(name)
+                self._remember(worker)
             self._progress.set()
         if not self._leaving:
             await self._let_go([worker])
+
+    def _remember(self, worker: LaneWorker) -> None:
+        """What a destination has acknowledged is not sent again if the lane was lost only for a while."""
+        if (acknowledged := worker.acknowledged) is not None:
+            self._acknowledged[worker.lane.name] = acknowledged
 
     def _fields(self, event: LogEvent, lane: Lane | None = None, reason: str | None = None) -> dict[str, object]:
         destination = lane.route.destination if lane is not None else None

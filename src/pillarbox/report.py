@@ -7,6 +7,7 @@ cost nothing while nobody listens.
 from __future__ import annotations
 
 import logging
+import traceback
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 
 from . import clock, telemetry
 from .outbox import Delivery, Lane, Row
+from .redaction import redacted
 from .telemetry import Activity, Signals, trace_id
-from .transport import Message, Outcome
+from .transport import Message, Outcome, Verdict
 
 logger = logging.getLogger("pillarbox")
 
+BUG = "bug in transport"
 Tell = Callable[[Outcome], None]
 
 
@@ -147,14 +150,17 @@ class Report:
             extra=self._about(telemetry.LOG_DEAD, row, number, attempts, reason),
         )
 
-    def away(self, verdict: str, reason: str, *, first: bool) -> str:
-        """The destination is not to be had; what to say of that comes back."""
-        said = f"{self._way[1]} is {verdict}: {reason}"
+    def away(self, verdict: Verdict, reason: str, *, first: bool) -> str:
+        """The destination is unavailable, or does not answer; what to say of that comes back."""
+        said = f"{self._way[1]} {'is unavailable' if verdict is Verdict.UNAVAILABLE else 'does not answer'}: {reason}"
         if self._signals:
-            self._signals.count(telemetry.UNFINISHED, (*self._way, verdict))
+            self._signals.count(telemetry.UNFINISHED, (*self._way, verdict.value))
         if first:
             logger.warning(
-                "%s: %s", self._lane, said, extra=self._of_lane(telemetry.LOG_AWAY, verdict=verdict, reason=reason)
+                "%s: %s",
+                self._lane,
+                said,
+                extra=self._of_lane(telemetry.LOG_AWAY, verdict=verdict.value, reason=reason),
             )
         return said
 
@@ -178,13 +184,24 @@ class Report:
             why = f"has forgotten this producer: it had stored message {reached} and now knows of none above {last}"
         logger.error("%s: %s %s; what is announced is sent at least once", self._lane, place, why, extra=extra)
 
-    def nonsense(self, what: str) -> None:
-        """The transport contradicts itself."""
-        logger.error(
-            "%s: the transport's answer is worth nothing: %s",
-            *(self._lane, what),
-            extra=self._of_lane(telemetry.LOG_NONSENSE, reason=what),
-        )
+    def bug(self, found: BaseException | str, *, first: bool) -> str:
+        """The transport failed in a way that only a bug explains; what to say of that comes back. Its traceback is
+        logged the first time only.
+        """
+        error = found if isinstance(found, BaseException) else None
+        what = found if error is None else f"{type(error).__name__}: {error}"
+        said = f"{BUG} {self._way[1]}: {redacted(str(what))}"
+        if self._signals:
+            self._signals.count(telemetry.UNFINISHED, (*self._way, "bug"))
+        extra = self._of_lane(telemetry.LOG_TRANSPORT_BUG, reason=said)
+        # Not as exc_info: a formatter would print what the error says, which may hold secrets.
+        frames = traceback.extract_tb(error.__traceback__) if first and error is not None else []
+        lines = [
+            f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {redacted(frame.line or '')}" for frame in frames
+        ]
+        level = logging.ERROR if first else logging.DEBUG
+        logger.log(level, "%s: %s%s", self._lane, said, "".join(lines), extra=extra)
+        return said
 
     def parted(self, tenants: Collection[str]) -> None:
         """These tenants are served beside the others from now on."""

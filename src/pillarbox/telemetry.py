@@ -113,7 +113,8 @@ UNFINISHED = Metric(
     "outbox_publish_unfinished_total",
     "counter",
     "requests",
-    "Requests that the destination could not take (unavailable) or did not answer (unknown). They count no attempt.",
+    "Requests that the destination could not take (unavailable) or did not answer (unknown), or in which the transport "
+    "had a bug.",
     (*_WAY, "verdict"),
 )
 LATENCY = Metric(
@@ -367,8 +368,12 @@ LOG_AWAY = LogEvent(
     "A destination is unavailable or does not answer. Once per outage and lane.",
     (*_LANE, "verdict", "reason"),
 )
-LOG_NONSENSE = LogEvent(
-    "destination.nonsense", "error", "The answer of a transport contradicts itself.", (*_LANE, "reason")
+LOG_TRANSPORT_BUG = LogEvent(
+    "transport.bug",
+    "error",
+    "A transport raised an error that is neither an `OSError` nor a `TimeoutError`, or contradicted itself. Once per "
+    "kind, with its traceback; at DEBUG after that.",
+    (*_LANE, "reason"),
 )
 LOG_TOPIC_REFUSED = LogEvent(
     "destination.topic_refused",
@@ -385,10 +390,12 @@ LOG_FORGOTTEN = LogEvent(
 LOG_REFUSES = LogEvent(
     "destination.refuses",
     "error",
-    "A topic rejects everything: its lanes stop, and no attempt is counted.",
-    ("destination", "topic", "reason"),
+    "A topic rejects everything, or everything of a tenant: deliveries wait, and no attempt is counted.",
+    ("destination", "topic", "tenant", "reason"),
 )
-LOG_TAKES = LogEvent("destination.takes", "warning", "Such a topic takes messages again.", ("destination", "topic"))
+LOG_TAKES = LogEvent(
+    "destination.takes", "warning", "Such a topic accepts messages again.", ("destination", "topic", "tenant")
+)
 LOG_TAKEN_OVER = LogEvent("lane.taken_over", "warning", "Another relay owns the lane.", (*_LANE, "relay"))
 LOG_LEASE_LOST = LogEvent(
     "lane.lease_lost", "warning", "A lane has noticed that it is not ours any more.", (*_LANE, "relay", "reason")
@@ -466,7 +473,7 @@ LOG_SOURCE_AWAY = LogEvent(
 LOG_SOURCE_BACK = LogEvent("consumer.source_back", "warning", "It can again.", ("consumer",))
 
 LOG_EVENTS = (
-    *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_NONSENSE, LOG_REFUSES, LOG_TAKES),
+    *(LOG_REJECTED, LOG_DEAD, LOG_AWAY, LOG_TRANSPORT_BUG, LOG_REFUSES, LOG_TAKES),
     *(LOG_TOPIC_REFUSED, LOG_FORGOTTEN),
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),

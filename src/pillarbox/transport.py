@@ -42,6 +42,9 @@ class Capabilities:
     max_messages: int = 1_000
     """The most messages in one request."""
 
+    timeout: float | None = 30.0
+    """Seconds after which a request without an answer is given up; None: it may take as long as the lease lasts."""
+
     numbered: bool = False
     """It deduplicates by producer name and number: one copy on the topic, whatever happens."""
 
@@ -121,7 +124,11 @@ class Publisher(Protocol):
 
         Nothing of a key is accepted behind a message of that key that was not. If the transport is numbered, nothing of
         a topic is stored behind one that was not: whoever takes over knows nothing but the highest number, and takes
-        all below it for stored. Being cancelled means unknown. An error that is raised is taken as unknown, too.
+        all below it for stored. Being cancelled means unknown.
+
+        An `OSError` means unavailable, a `TimeoutError` unknown. Any other error, and an answer that contradicts
+        itself, is a bug: the messages are sent again one by one, and the one that brings it about is rejected. So is
+        one that never gets an answer, while others do.
         """
         ...
 
@@ -239,13 +246,13 @@ def contradiction(messages: Sequence[Message], outcome: object, *, numbered: boo
         return f"send returned {type(outcome).__name__}, not an Outcome"
     accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
     if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
-        return "it names a message twice"
+        return "its Outcome names a message twice"
     if not accepted | rejected <= {*range(len(messages))}:
-        return f"it names a message that is none of the {len(messages)}"
+        return "its Outcome names a message that was not in the request"
     if accepted & rejected:
-        return "it accepts and rejects the same message"
+        return "its Outcome accepts and rejects the same message"
     if not (accepted or rejected or outcome.unfinished):
-        return "it says nothing about any message"
+        return "its Outcome says nothing about any message"
     return None if numbered or len(accepted) == len(messages) else _gap(messages, accepted)
 
 
@@ -256,5 +263,5 @@ def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:
         if index not in accepted:
             missing.add(key)
         elif key in missing:
-            return f"it accepts message {index}, and not one of the same key before it"
+            return f"its Outcome accepts message {index}, and not one of the same key before it"
     return None

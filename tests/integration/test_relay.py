@@ -17,6 +17,7 @@ from pillarbox import Pillarbox, RetryPolicy, Route, clock
 from pillarbox.fairness import Pace
 from pillarbox.lane import LaneWorker
 from pillarbox.outbox import Batch, Failure, Status
+from pillarbox.rejections import Rejections
 from pillarbox.relay import Relay
 from pillarbox.report import Counts
 from pillarbox.stores import operations
@@ -25,7 +26,6 @@ from pillarbox.stores.operations import Action, Change, Handle, Run, Selection, 
 from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
 from pillarbox.stores.trail import Author
-from pillarbox.suspicion import Suspicion
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.copies import TOPIC as COPIES
@@ -389,7 +389,7 @@ async def test_a_key_with_many_parked_events_goes_on_without_a_pause(postgres_da
             broker,
             producer="p",
             deadline=clock.current().monotonic() + 60,
-            suspicion=Suspicion(half),
+            rejections=Rejections(half),
             counts=Counts(),
             draw=half,
             changed=lambda: None,

@@ -264,6 +264,8 @@ class MemoryStore:
                 kept = self._lanes[lane.name]
                 kept.token = kept.locked_by = kept.trouble = None
                 kept.locked_until = _NEVER
+            elif lane.announced is not None and self._lanes[lane.name].batch == lane.batch:
+                self._lanes[lane.name].tries = max(0, self._lanes[lane.name].tries - 1)
         if leaving:
             self._relays.pop(relay, None)
 
@@ -362,6 +364,9 @@ class MemoryStore:
         self._mark_sent(kept)
         kept.announced, kept.tries = None, 0
         return self._lane(lane.name)
+
+    async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
+        return frozenset(request.row for request in self._lanes[lane.name].requests.values() if request.row in {*rows})
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
         if lane.announced is None:

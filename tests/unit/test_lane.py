@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -325,23 +325,6 @@ class TestUnknown:
         scenario()
 
     @in_virtual_time
-    async def test_an_error_of_the_transport_is_unknown_too(self) -> None:
-        world = World()
-        world.write("a1")
-
-        async def fail(_producer: str, _events: str) -> None:
-            world.broker.before = None
-            raise ValueError("password=swordfish")
-
-        world.broker.before = fail
-        relay = world.relay()
-        async with running(relay):
-            await until(lambda: relay.status()["troubles"])
-            assert "swordfish" not in str(relay.status())
-            assert await world.received(1) == "a1"
-        assert world.attempts("a1") == 0
-
-    @in_virtual_time
     async def test_what_was_answered_before_the_connection_broke_is_not_sent_again(self) -> None:
         world = World()
         world.write("a1 b1 a2")
@@ -550,6 +533,207 @@ async def test_h32_a_batch_that_its_next_owner_has_settled_is_no_reason_to_halt(
     announced = await world.store.announce(lane, Batch(items=[1, 2]), settle=False)
     with pytest.raises(LeaseLostError):
         await world.worker(announced).run()
+
+
+async def _never(_messages: Sequence[Message]) -> Any:
+    await asyncio.Event().wait()
+
+
+def _raises(error: BaseException) -> Callable[[Sequence[Message]], Any]:
+    async def fail(_messages: Sequence[Message]) -> Any:
+        raise error
+
+    return fail
+
+
+def _answers(outcome: Callable[[int], Any]) -> Callable[[Sequence[Message]], Any]:
+    async def answer(messages: Sequence[Message]) -> Any:
+        return outcome(len(messages))
+
+    return answer
+
+
+WRONG: dict[str, Callable[[Sequence[Message]], Any]] = {
+    "raises ValueError": _raises(ValueError("password=swordfish")),
+    "raises MemoryError": _raises(MemoryError()),
+    "raises CancelledError": _raises(asyncio.CancelledError()),
+    "never answers": _never,
+    "returns None": _answers(lambda _count: None),
+    "names another message": _answers(lambda count: Outcome([count])),
+    "says nothing": _answers(lambda _count: Outcome(())),
+    "names a message twice": _answers(lambda _count: Outcome([0, 0])),
+    "accepts and rejects": _answers(lambda _count: Outcome([0], [Rejection(0, "no")])),
+    "answers with no indexes": _answers(lambda _count: Outcome(None)),  # type: ignore[arg-type]
+}
+
+
+class Buggy(Choosy):
+    """A broker whose client has a bug that one event brings about."""
+
+    def __init__(self, event: str, wrong: Callable[[Sequence[Message]], Any], **capabilities: Any) -> None:
+        super().__init__(capabilities=Capabilities(**capabilities))
+        self.event, self.wrong = event, wrong
+        self.mended = False
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        if not self.mended and any(message.body.decode() == self.event for message in messages):
+            self.requests.append(" ".join(message.body.decode() for message in messages))
+            answer: Outcome = await self.wrong(messages)
+            return answer
+        return await super().send(producer, messages)
+
+
+class TestBugsOfTransports:
+    @pytest.mark.parametrize("numbered", [False, True], ids=["plain", "numbered"])
+    @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+    def test_h120_only_the_event_that_brings_a_bug_about_fails(
+        self, wrong: Callable[[Sequence[Message]], Any], numbered: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=MemoryLogStore)
+            world.broker = broker = Buggy("x1", wrong, numbered=numbered)
+            world.write("a1 b1 x1 c1 x2 d1")
+            relay = world.relay()
+            async with running(relay):
+                assert sorted((await world.received(4)).split()) == ["a1", "b1", "c1", "d1"]
+                await until(lambda: world.status("x1") is Status.FAILED)
+                world.write("e1 a2")
+                await world.received(6)
+                broker.mended = True
+                world.redrive("x1")
+                await world.received(8)
+            assert world.sent.split()[-2:] == ["x1", "x2"]
+            copies = " ".join(broker.requests).split()
+            assert max(copies.count(event) for event in ("a1", "b1", "c1", "d1", "e1", "a2")) <= 2
+            assert relay.counts.rejected == 3
+
+        scenario()
+        bugs = [record for record in caplog.records if getattr(record, "event", "") == "transport.bug"]
+        assert len([record for record in bugs if record.levelname == "ERROR"]) == (wrong is not _never)
+        assert all("bug in transport broker: " in record.message for record in bugs)
+        assert "swordfish" not in caplog.text
+
+    @in_virtual_time
+    async def test_h120_a_transport_that_never_works_costs_no_attempts(self) -> None:
+        world = World()
+        world.broker.before = lambda _producer, _events: WRONG["raises ValueError"](())
+        world.write("a1 b1 c1 d1 e1 f1")
+        relay = world.relay()
+        async with running(relay):
+            await asyncio.sleep(60)
+            assert {world.attempts(event) for event in world.rows} == {0}
+            (trouble,) = relay.status()["troubles"].values()
+            assert "rejects everything: bug in transport broker: ValueError: password=***" in trouble
+            world.broker.before = None
+            await world.received(6)
+
+    @in_virtual_time
+    async def test_an_outage_in_which_nothing_is_answered_costs_no_attempts(self) -> None:
+        world = World(capabilities=Capabilities(timeout=5.0))
+        world.write("a1 b1 c1 a2")
+
+        async def hang(_producer: str, _events: str) -> None:
+            await asyncio.Event().wait()
+
+        world.broker.before = hang
+        async with running(world.relay()):
+            await asyncio.sleep(200)
+            assert {world.attempts(event) for event in world.rows} == {0}
+            world.broker.before = None
+            await world.received(4)
+        assert world.sent.index("a1") < world.sent.index("a2")
+
+    @in_virtual_time
+    async def test_h120_an_event_that_the_transport_never_answers_for_fails(self) -> None:
+        """As a client does that has a time limit of its own, and says so."""
+        world = World(kind=MemoryLogStore)
+
+        async def unanswered(_producer: str, events: str) -> Outcome | None:
+            if "x1" in events.split():
+                raise TimeoutError("no answer from the server")
+            return None
+
+        world.broker.before = unanswered
+        world.write("a1 x1 b1 x2 c1")
+        async with running(world.relay()):
+            assert sorted((await world.received(3)).split()) == ["a1", "b1", "c1"]
+            await until(lambda: world.status("x1") is Status.FAILED)
+        assert world.status("x2") is Status.PARKED
+
+    @in_virtual_time
+    async def test_h120_preflight_may_have_a_bug_too(self) -> None:
+        class Strict(Choosy):
+            def preflight(self, message: Message) -> str | None:
+                if message.body.decode().strip() == "x1":
+                    raise KeyError("size")
+                return None
+
+        world = World(kind=MemoryLogStore)
+        world.broker = Strict()
+        world.write("a1 x1 b1")
+        async with running(world.relay()):
+            assert await world.received(2) == "a1 b1"
+            await until(lambda: world.status("x1") is Status.FAILED)
+
+    @in_virtual_time
+    async def test_h120_a_topic_whose_opening_has_a_bug_holds_up_no_other(self) -> None:
+        class Picky(Choosy):
+            async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+                if "strange" in topics:
+                    raise KeyError("strange")
+                return await super().open(producer, topics)
+
+        world = World(kind=MemoryLogStore)
+        world.broker = Picky(capabilities=Capabilities(opens=True))
+        world.write("x1", topic="strange")
+        world.write("a1 b1")
+        async with running(world.relay()):
+            assert await world.received(2) == "a1 b1"
+        assert world.attempts("x1") == 0
+
+    @pytest.mark.parametrize("action", ["discard", "redrive"])
+    def test_h120_what_people_ask_for_an_event_on_its_way_is_done(self, action: str) -> None:
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=MemoryLogStore)
+
+            async def lost(_producer: str, _events: str) -> Outcome:
+                return Outcome((), unfinished=Verdict.UNAVAILABLE, reason="closed for today")
+
+            world.broker.before = lost
+            world.write("a1 b1")
+            async with running(world.relay()):
+                await until(lambda: world.broker.requests)
+                assert world.status("a1") is Status.SENDING
+                world.store.request(world.rows["a1"], action)
+                (lane,) = world.store._lanes.values()
+                await until(lambda: not lane.requests)
+                assert (world.status("a1") is Status.DISCARDED) is (action == "discard")
+                world.broker.before = None
+                await until(lambda: world.status("b1") is Status.SENT)
+            assert world.attempts("a1") == 0
+            assert ("a1" in world.sent) is (action == "redrive")
+
+        scenario()
+
+    @in_virtual_time
+    async def test_h121_a_relay_that_was_only_slow_does_not_make_its_batch_deadly(self) -> None:
+        """Two relays whose loops are blocked for longer than their leases, whenever they send a certain event."""
+        world = World(kind=MemoryLogStore)
+        tries: list[int] = []
+
+        async def block(_producer: str, events: str) -> None:
+            tries.append(next(iter(world.store._lanes.values())).tries)
+            if "x1" in events:
+                freeze(4.0)
+
+        world.broker.before = block
+        world.write("a1 x1 b1")
+        async with running(world.relay("r1"), world.relay("r2")):
+            await until(lambda: world.statuses(Status.SENT) == "a1 x1 b1")
+        assert max(tries) <= 1
+        assert world.sent.split().count("x1") <= 2
 
 
 class TestDeadlyBatches:

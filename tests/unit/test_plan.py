@@ -9,7 +9,7 @@ import pytest
 from pillarbox.cursor import Cursor
 from pillarbox.outbox import Failure, FailurePolicy, Key, Lane, Page, RouteRecord, Row
 from pillarbox.plan import Plan, make_plan
-from pillarbox.suspicion import PROBES
+from pillarbox.rejections import PROBES
 from pillarbox.transport import Message
 from tests.relays import TOPIC
 

@@ -16,6 +16,7 @@ from ..app import Pillarbox
 from ..errors import NotMigratedError, StoreError
 from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
+from ..rejections import REJECTS_EVERYTHING
 from ..settings import Settings, masked
 from ..stores import inspection, partitions
 from ..stores.columns import from_now
@@ -30,7 +31,7 @@ from .consumers import TWICE, too_short
 from .database import load_settings, opened, run
 from .output import CommandError, Exit, age, emit, number, plain
 from .serving import load_box
-from .why import start_a_relay
+from .why import remedy_for, start_a_relay
 
 _OLDEST = {"PostgreSQL": (14,), "MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
 # Settings under which a crash of the server can lose what it has said to be committed.
@@ -247,7 +248,9 @@ def _troubled(lanes: list[LaneState]) -> Iterator[Check]:
             remedy = "remove the cause, then `pillarbox lanes release` them one by one"
             yield Check("lanes", State.PROBLEM, what, remedy)
         else:
-            yield Check("lanes", State.WARNING, what, "they try again by themselves: see that it can be reached")
+            stands = REJECTS_EVERYTHING in (trouble or "")
+            remedy = f"they try again by themselves; {remedy_for(trouble or '', 'the destination')}"
+            yield Check("lanes", State.PROBLEM if stands else State.WARNING, what, remedy)
 
 
 def _pauses(connection: Connection, lanes: list[LaneState]) -> Iterator[Check]:

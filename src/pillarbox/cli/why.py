@@ -19,6 +19,8 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..outbox import BUS, RouteRecord, Status
+from ..rejections import REJECTS_EVERYTHING
+from ..report import BUG
 from ..stores import inspection
 from ..stores.inspection import AuditEntry, Details, LaneState, OpenRequest, TenantState
 from .arguments import options
@@ -238,14 +240,27 @@ def _nobody_there(case: _Case) -> Cause | None:
 
 def _trouble(case: _Case) -> Cause | None:
     lane = case.lane
-    if lane.trouble is None:
+    if lane.trouble is None or _is_of_another_tenant(lane.trouble, case.delivery.tenant_id):
         return None
     said = f"{lane.owner} cannot send from lane {lane}: {lane.trouble}"
     if lane.trouble_seconds is None:
         remedy = f"it waits for a person: remove the cause, then `pillarbox lanes release {quote(str(lane))}`"
         return Cause("lane-halted", said, remedy)
     again = f"tries again in {age(lane.trouble_seconds)}" if lane.trouble_seconds > 0 else "is trying again"
-    return Cause("destination-trouble", f"{said}; it {again}", f"see that {case.needs} can be reached")
+    return Cause("destination-trouble", f"{said}; it {again}", remedy_for(lane.trouble, case.needs))
+
+
+def _is_of_another_tenant(trouble: str, tenant: str | None) -> bool:
+    return " of tenant " in trouble and f" of tenant {tenant} rejects" not in trouble
+
+
+def remedy_for(trouble: str, needs: str) -> str:
+    """What to do about a lane that tries again by itself."""
+    if BUG in trouble:
+        return "fix the transport: the log of the relay has the traceback; nothing is wrong with the destination"
+    if REJECTS_EVERYTHING in trouble:
+        return f"see why {needs} rejects it: missing rights, a schema, a topic that does not exist"
+    return f"see that {needs} can be reached"
 
 
 def _asked(case: _Case) -> Cause | None:

@@ -44,7 +44,7 @@ from ..redaction import redacted
 from .announced import decode_detours
 from .append import route_record
 from .columns import from_now
-from .tables import lanes, meta, outbox, relays, routes, tenants
+from .tables import lanes, meta, outbox, relays, requests, routes, tenants
 from .turns import HUNG_SECONDS, Turns
 
 logger = logging.getLogger("pillarbox")
@@ -122,6 +122,9 @@ class Leases(Turns):
             if leaving:
                 await self.let_go()
 
+    async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
+        return await self.each_alone(_asked, lane, sorted(rows))
+
     async def _change_lanes(
         self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float
     ) -> dict[LaneName, bool]:
@@ -179,7 +182,7 @@ def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
 
 def confirm(connection: Connection, lane: Lane) -> None:
     """Change nothing, but fail if the lane is not ours any more."""
-    fenced(connection, lane, tries=lane.tries)
+    fenced(connection, lane, batch=lane.batch)
 
 
 def lease_lost(lane: Lane) -> LeaseLostError:
@@ -425,7 +428,23 @@ def _release(
             .where(among(lanes, free))
             .values(token=None, locked_by=None, locked_until=None, trouble=None, trouble_until=None)
         )
-    return _outcome(connection, ours, held, free)
+    done = _outcome(connection, ours, held, free)
+    for lane in held:
+        if lane.announced is not None and lane.name not in done:
+            _take_back_try(connection, lane)
+    return done
+
+
+def _take_back_try(connection: Connection, lane: Lane) -> None:
+    """The new owner of the lane took the one before for dead, and its batch for one that may kill; it was only slow."""
+    same = and_(among(lanes, [lane.name]), lanes.c.batch == lane.batch, lanes.c.tries > 0)
+    if connection.execute(select(lanes.c.tries).where(same).with_for_update(skip_locked=True)).first() is not None:
+        connection.execute(update(lanes).where(same).values(tries=lanes.c.tries - 1))
+
+
+def _asked(connection: Connection, lane: Lane, rows: Sequence[int]) -> frozenset[int]:
+    here = and_(requests.c.route == lane.route.id, requests.c.shard == lane.shard, requests.c.row_id.in_(rows))
+    return frozenset(connection.scalars(select(requests.c.row_id).where(here)))
 
 
 def _fence(held: Sequence[Lane]) -> ColumnElement[bool]:

@@ -46,11 +46,13 @@ class Action(StrEnum):
 
 
 ELIGIBLE: Mapping[Action, tuple[Status, ...]] = {
-    Action.REDRIVE: (Status.FAILED, Status.RETRYING),
-    Action.DISCARD: (Status.FAILED, Status.RETRYING, Status.PARKED, Status.PENDING),
-    Action.EDIT: (Status.FAILED, Status.RETRYING),
+    Action.REDRIVE: (Status.FAILED, Status.RETRYING, Status.SENDING),
+    Action.DISCARD: (Status.FAILED, Status.RETRYING, Status.PARKED, Status.PENDING, Status.SENDING),
+    Action.EDIT: (Status.FAILED, Status.RETRYING, Status.SENDING),
 }
-"""The deliveries that an action is for. Others are left alone: they are under way, or at their end."""
+"""The deliveries that an action is for. Of one that is being sent the request waits for the answer of the destination;
+if there is none, its lane takes it back first.
+"""
 
 
 # -- requests about many deliveries ------------------------------------------------------------------------------------

@@ -1,0 +1,352 @@
+"""Whose fault rejections are: the messages', or the destination's.
+
+A missing right or a wrong schema makes a broker reject every message, and each rejection looks like the message's own
+fault; a million deliveries would be out of attempts in minutes. So a relay counts, over all its lanes, which keys a
+topic has rejected since it last accepted a message of the same tenant: twenty different keys, or three if the topic
+never accepted anything from this relay, or if all of them were rejected twice. Then the *place*, the tenant's messages
+to that topic, is blocked. Its attempts are given back, and one message at a time probes it until one is accepted.
+
+One tenant's place says nothing about the others'. Only when several tenants are rejected and none is accepted is the
+whole topic blocked; then each tenant has a probe of its own.
+
+What is no evidence: a rejection in a request of which the same place accepted another message, and the rejection of a
+message that was rejected before while its place accepted others. Those are the messages' own fault.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from . import clock, telemetry
+from .outbox import Failure, Key, Lane, LaneName, Row
+from .retry import RetryPolicy
+from .transport import Message
+
+logger = logging.getLogger("pillarbox")
+
+REJECTS_EVERYTHING = "rejects everything"
+MANY_KEYS = 20
+FEW_KEYS = 3
+MOST_KEYS = 100
+"""A topic that has accepted messages behind a long run of rejections is given twice that run the next time, up to so
+many keys."""
+PROBES = RetryPolicy(base=0.05, cap=30.0, attempts=1)
+_PROBES_A_STEP = 20
+"""So many probes follow each other at one pace: where most keys are bad, it takes several to find a good one."""
+STANDSTILL_SECONDS = 30.0
+"""A topic that accepts nothing, and rejects, for longer than this is unhealthy."""
+FORGOTTEN_SECONDS = 2 * PROBES.cap
+_KEYS_KEPT = 1_000
+_TOPICS_KEPT = 10_000
+
+Accepted = Collection[tuple[str, str | None]]
+"""Topics and tenants of which a request had a message accepted."""
+
+
+@dataclass(slots=True, eq=False)
+class Topic:
+    """A topic of a destination, and how it has treated this relay since it last accepted a message."""
+
+    destination: str
+    name: str
+    has_accepted: bool = False
+    longest_run: int = 0
+    keys: dict[Key, int] = field(default_factory=dict)
+    """How often each was rejected, whatever its tenant."""
+    places: dict[str | None, Place] = field(default_factory=dict)
+    """Those with rejections, by tenant."""
+    blocked: bool = False
+    rejects_since: float | None = None
+    """Since when a blocked place of it has been rejecting probes, and no place has accepted anything."""
+
+    def __str__(self) -> str:
+        return f"{self.destination} {self.name}"
+
+    @property
+    def keys_needed(self) -> int:
+        """How many different keys are evidence against the destination."""
+        return min(MOST_KEYS, max(MANY_KEYS, 2 * self.longest_run))
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What one tenant sends to a topic, and how that was treated since the last acceptance."""
+
+    topic: Topic
+    tenant: str | None
+    keys: dict[Key, int] = field(default_factory=dict)
+    """How often each was rejected; the one that was rejected last is last."""
+    attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
+    """Per lane the rejected rows, with the attempts that they had before."""
+    lanes: set[LaneName] = field(default_factory=set)
+    """The lanes that have met the place since it was blocked, or had a rejection there."""
+    blocked: bool = False
+    reason: str = ""
+    probes: int = 0
+    next_probe: float = 0.0
+
+    def __str__(self) -> str:
+        return str(self.topic) if self.tenant is None else f"{self.topic} of tenant {self.tenant}"
+
+
+class Rejections:
+    """What one relay has seen its destinations reject."""
+
+    def __init__(
+        self, draw: Callable[[], float], wake: Callable[[Collection[LaneName]], object] = lambda _lanes: None
+    ) -> None:
+        self._draw = draw
+        self._wake = wake
+        self._topics: dict[tuple[str, str], Topic] = {}
+        self._blocked: dict[LaneName, set[Place]] = {}
+        """The blocked places of each lane. Empty as long as all is well, so that a turn costs nothing."""
+        self._owed: dict[LaneName, dict[int, int]] = {}
+        """The attempts that lanes have to give back."""
+        self._bugs: set[tuple[str, str, int]] = set()
+
+    # -- what requests bring -------------------------------------------------------------------------------------------
+
+    def accepted(self, lane: Lane, messages: Sequence[Message], indexes: Collection[int]) -> None:
+        """The destination has accepted these: what it rejected before was rejected for its own sake."""
+        for name in {messages[index].topic for index in indexes}:
+            topic = self._topic(lane, name)
+            topic.has_accepted = True
+            if topic.keys or topic.places:
+                mine = (messages[index] for index in indexes if messages[index].topic == name)
+                self._clear(topic, {message.headers.get("tenant_id") for message in mine})
+
+    def rejected(self, lane: Lane, row: Row, reason: str, accepted: Accepted = ()) -> int | None:
+        """Count a rejection, in a request of which others were ``accepted``. If it is the destination's fault, the
+        attempts that this row really had come back.
+        """
+        topic = self._topic(lane, row.topic)
+        place = topic.places.get(row.tenant)
+        if place is None or not place.blocked:
+            rejected_before = topic.has_accepted and row.attempts > 0
+            if (row.topic, row.tenant) in accepted or (
+                rejected_before and (place is None or row.order_key not in place.keys)
+            ):
+                return None
+        place = self._place(topic, row.tenant)
+        place.reason = reason
+        self._meet(lane.name, place)
+        _count(place.keys, row.order_key)
+        if not any(name == row.topic for name, _ in accepted):
+            _count(topic.keys, row.order_key)
+        if place.blocked:
+            if topic.rejects_since is None:
+                topic.rejects_since = clock.current().monotonic()
+            return self._owed.get(lane.name, {}).pop(row.id, row.attempts)
+        place.attempts.setdefault(lane.name, {}).setdefault(row.id, row.attempts)
+        self._judge(place)
+        return self._owed[lane.name].pop(row.id) if place.blocked else None
+
+    def _judge(self, place: Place) -> None:
+        topic = place.topic
+        if len({key.tenant for key in topic.keys}) > 1 and _is_suspicious(topic.keys, topic):
+            topic.blocked = True
+            self._block(topic, [each for each in topic.places.values() if not each.blocked], topic.keys, place.reason)
+        elif _is_suspicious(place.keys, topic):
+            self._block(place, [place], place.keys, place.reason)
+
+    def _block(self, what: Topic | Place, places: Collection[Place], keys: Collection[Key], reason: str) -> None:
+        for place in places:
+            place.blocked = True
+            self._postpone(place)
+            for name in place.lanes:
+                self._blocked.setdefault(name, set()).add(place)
+            for name, attempts in place.attempts.items():
+                self._owed.setdefault(name, {}).update(attempts)
+            place.attempts.clear()
+        logger.error(
+            "%s rejects everything (%d different keys, %s): deliveries wait, no attempt is counted, and one message "
+            "at a time probes it",
+            *(what, len(keys), reason),
+            extra=_fields(telemetry.LOG_REFUSES, what, reason),
+        )
+        self._wake({name for place in places for name in place.lanes})  # they have attempts to give back
+
+    def _clear(self, topic: Topic, tenants: Collection[str | None]) -> None:
+        topic.keys.clear()
+        topic.rejects_since = None
+        was_blocked, topic.blocked = topic.blocked, False
+        cleared = [place for tenant in tenants if (place := topic.places.pop(tenant, None)) is not None]
+        if was_blocked:  # who was blocked with the others only is not any more
+            logger.warning("%s accepts messages again", topic, extra=_fields(telemetry.LOG_TAKES, topic))
+            innocent = [place for place in topic.places.values() if not _is_suspicious(place.keys, topic)]
+            cleared += [topic.places.pop(place.tenant) for place in innocent]
+        for place in cleared:
+            if place.blocked and not was_blocked:
+                logger.warning("%s accepts messages again", place, extra=_fields(telemetry.LOG_TAKES, place))
+            topic.longest_run = max(topic.longest_run, min(len(place.keys), MOST_KEYS))
+            self._forget(place)
+
+    # -- what lanes ask ------------------------------------------------------------------------------------------------
+
+    def filter_blocked(self, lane: Lane, rows: list[Row]) -> list[Row]:
+        """The rows that may go: none to a blocked place, but for one that probes it when it is time, if possible of a
+        key that was not tried yet. What is behind a row of its key waits with it.
+        """
+        if not self._blocked:
+            return rows
+        places = [self._blocked_place(lane, row) for row in rows]
+        firsts: dict[Key, Row] = {}
+        candidates: dict[Place, list[Row]] = {}
+        for row, place in zip(rows, places, strict=True):
+            if firsts.setdefault(row.order_key, row) is row and place is not None:
+                candidates.setdefault(place, []).append(row)
+        probes = {_choose(place, found).id for place, found in candidates.items() if self._may_probe(place)}
+        free: list[Row] = []
+        held: set[Key] = set()
+        for row, place in zip(rows, places, strict=True):
+            if row.order_key not in held and (place is None or row.id in probes):
+                free.append(row)
+            if place is not None:
+                held.add(row.order_key)
+        return free
+
+    def held(self, lane: Lane) -> frozenset[str]:
+        """Tenants of blocked places that are not due for a probe."""
+        if lane.name not in self._blocked:
+            return frozenset()
+        now = clock.current().monotonic()
+        return frozenset(
+            place.tenant for place in self._blocked[lane.name] if place.tenant is not None and place.next_probe > now
+        )
+
+    def is_blocked(self, lane: Lane, row: Row) -> bool:
+        """Whether the row goes to a blocked place."""
+        return bool(self._blocked) and self._blocked_place(lane, row) is not None
+
+    def blocked(self, lane: LaneName) -> Place | None:
+        """The blocked place of the lane that is to be probed first. One that nobody has probed in its time has no more
+        messages, and is forgotten.
+        """
+        if lane not in self._blocked:
+            return None
+        gone = clock.current().monotonic() - FORGOTTEN_SECONDS
+        for place in [place for place in self._blocked[lane] if place.next_probe < gone]:
+            del place.topic.places[place.tenant]
+            self._forget(place)
+        return min(self._blocked.get(lane, ()), key=attrgetter("next_probe"), default=None)
+
+    def owed(self, lane: Lane) -> list[Failure]:
+        """Give these rows the attempts back that were counted before it was clear whose fault it is. They are named
+        once only.
+        """
+        return [Failure(row, attempts, None, 0.0) for row, attempts in self._owed.pop(lane.name, {}).items()]
+
+    def forget(self, lane: LaneName) -> None:
+        """The relay does not own the lane any more. What no lane is left of is forgotten."""
+        self._owed.pop(lane, None)
+        self._blocked.pop(lane, None)
+        for topic in self._topics.values():
+            for place in [*topic.places.values()]:
+                place.lanes.discard(lane)
+                place.attempts.pop(lane, None)
+                if not place.lanes:
+                    del topic.places[place.tenant]
+            if not topic.places:
+                topic.blocked, topic.rejects_since = False, None
+
+    def is_new_bug(self, lane: Lane, found: BaseException | str) -> bool:
+        """Whether this relay has not yet seen such a bug of the destination: an error of this type from this line, or
+        such an answer.
+        """
+        line = found.__traceback__ if isinstance(found, BaseException) else None
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        kind = type(found).__qualname__ if isinstance(found, BaseException) else found
+        bug = lane.route.destination, kind, 0 if line is None else line.tb_lineno
+        is_new = bug not in self._bugs
+        self._bugs.add(bug)
+        return is_new
+
+    def standing(self) -> list[str]:
+        """The topics that have only been rejecting for a while."""
+        until = clock.current().monotonic() - STANDSTILL_SECONDS
+        return [
+            str(topic)
+            for topic in {place.topic for places in [*self._blocked.values()] for place in places}
+            if topic.rejects_since is not None and topic.rejects_since <= until
+        ]
+
+    # -- small parts ---------------------------------------------------------------------------------------------------
+
+    def _topic(self, lane: Lane, name: str) -> Topic:
+        at = lane.route.destination, name
+        if (topic := self._topics.get(at)) is None:
+            if len(self._topics) >= _TOPICS_KEPT:
+                self._topics = {at: topic for at, topic in self._topics.items() if topic.places}
+            topic = self._topics[at] = Topic(*at)
+        return topic
+
+    def _place(self, topic: Topic, tenant: str | None) -> Place:
+        """In a topic that is blocked as a whole, a new place is blocked, too, and may be probed at once."""
+        if (place := topic.places.get(tenant)) is None:
+            now = clock.current().monotonic()
+            place = topic.places[tenant] = Place(topic, tenant, blocked=topic.blocked, next_probe=now)
+        return place
+
+    def _meet(self, lane: LaneName, place: Place) -> None:
+        place.lanes.add(lane)
+        if place.blocked:
+            self._blocked.setdefault(lane, set()).add(place)
+
+    def _blocked_place(self, lane: Lane, row: Row) -> Place | None:
+        topic = self._topics.get((lane.route.destination, row.topic))
+        if topic is None or not (topic.blocked or row.tenant in topic.places):
+            return None
+        place = self._place(topic, row.tenant)
+        if not place.blocked:
+            return None
+        self._meet(lane.name, place)
+        return place
+
+    def _may_probe(self, place: Place) -> bool:
+        """Whether it is time to try one row, and no other lane has taken the chance: then this one does."""
+        if clock.current().monotonic() < place.next_probe:
+            return False
+        self._postpone(place)
+        return True
+
+    def _postpone(self, place: Place) -> None:
+        wait = PROBES.ceiling(1 + place.probes // _PROBES_A_STEP) * (0.5 + self._draw() / 2)
+        if place.topic.blocked:  # its tenants take turns
+            wait = min(PROBES.cap, wait * len(place.topic.places))
+        place.probes += 1
+        place.next_probe = clock.current().monotonic() + wait
+
+    def _forget(self, place: Place) -> None:
+        for name in place.lanes:
+            if (places := self._blocked.get(name)) is not None:
+                places.discard(place)
+                if not places:
+                    del self._blocked[name]
+        self._wake(place.lanes)
+
+
+def _choose(place: Place, rows: Iterable[Row]) -> Row:
+    """The first row of a key that was not tried, else the one that was tried longest ago."""
+    tried = {key: number for number, key in enumerate(place.keys)}
+    return min(rows, key=lambda row: tried.get(row.order_key, -1))
+
+
+def _count(keys: dict[Key, int], key: Key) -> None:
+    keys[key] = keys.pop(key, 0) + 1
+    if len(keys) > _KEYS_KEPT:
+        del keys[next(iter(keys))]
+
+
+def _is_suspicious(keys: dict[Key, int], topic: Topic) -> bool:
+    if len(keys) < FEW_KEYS:
+        return False
+    return len(keys) >= topic.keys_needed or not topic.has_accepted or min(keys.values()) > 1
+
+
+def _fields(event: telemetry.LogEvent, what: Topic | Place, reason: str | None = None) -> dict[str, object]:
+    topic, tenant = (what, None) if isinstance(what, Topic) else (what.topic, what.tenant)
+    return telemetry.fields(event, destination=topic.destination, topic=topic.name, tenant=tenant, reason=reason)
