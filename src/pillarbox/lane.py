@@ -1,115 +1,29 @@
-"""One lane in our hands: read, announce, send, settle, and nothing else.
+"""The turns of one lane: read, announce, send, settle, and nothing else.
 
 Before this: the store has rows, and a relay has leased the lane. After it: a transport has the messages, in order per
-key. One turn polls, decides which rows go and which wait behind a failed one of their key, announces that, sends it,
-and leaves the settling to the next announcement, or to an idle moment. Whoever takes the lane over later rebuilds what
-was announced and goes on from there.
-
-Three answers, three reactions. *Rejected*: the row is tried again later, its key waits with it, the lane goes on.
-*Unavailable* or *unknown*: the lane rests, and no attempt is counted. *Lease lost*: the lane stops at once.
-
-A transport may have a bug: it raises what no transport should, contradicts itself, or never answers. Then the batch is
-sent one message at a time, and the message that brings the bug about is rejected, so that no other waits for it.
+key. One turn polls, decides which rows go and which wait behind a failed one of their key, announces that, sends it
+(`sending.py`), and leaves the settling to the next announcement, or to an idle moment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from . import clock
 from .alarm import Alarm
-from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
+from .breaker import Breaker
 from .fairness import Detours, Pace, Rates
-from .numbering import PARTITIONS, Numbering
-from .outbox import Batch, Failure, Key, Lane, OutboxStore, Page, Row, Trouble
-from .plan import Plan, make_plan, stops_key
-from .redaction import redacted
-from .rejections import PROBES, REJECTS_EVERYTHING, Accepted, Rejections
+from .leased_lane import LeasedLane
+from .numbering import PARTITIONS
+from .outbox import Batch, Lane, OutboxStore, Page, Trouble
+from .plan import Plan, make_plan
+from .rejections import REJECTS_EVERYTHING, Rejections
 from .report import Counts, Report
-from .retry import RetryPolicy
+from .sending import Acknowledged, Sender
 from .telemetry import SILENT, Signals
-from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedError, Verdict, contradiction
-
-logger = logging.getLogger("pillarbox")
-
-BREAKER = RetryPolicy(base=0.1, cap=2.0, attempts=1)
-"""How long a lane rests when the destination is not to be had: the longer, the more often that was so. Each lane draws
-for itself, so the cap is what the last of them may be late when it is back.
-"""
-
-LARGE = 65_536
-"""From here on a message that is larger than any acknowledged one goes alone: a broker that cuts the connection on
-oversize looks like an outage, and must not take innocent messages with it."""
-
-DEADLY_TRIES = 3
-"""A batch that so many relays died of is sent one message at a time, at least in the beginning."""
-
-UNANSWERED_TRIES = 3
-"""After so many requests in a row without an answer a batch is sent one message at a time: one of them may be why."""
-
-LATE = "no answer in time"
-
-_Item = tuple[int, Row]
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """What a destination is known to have of an announced batch."""
-
-    batch: int
-    numbers: Collection[int]
-
-
-class _Fault(Exception):  # noqa: N818  it never leaves this module
-    """A request that brought a bug of the transport about, or that was not answered, through one of its messages."""
-
-    def __init__(self, reason: str, messages: Sequence[Message], *, unanswered: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.number = messages[0].number if len(messages) == 1 else None
-        """Which message it is, if it went alone."""
-        self.unanswered = unanswered
-
-
-class _Care:
-    """How carefully a batch is sent: as a whole, or one message at a time."""
-
-    def __init__(self, *, deadly: bool, grows: bool) -> None:
-        self.most: int | None = 1 if deadly else None
-        """The most messages of a request."""
-        self.fault: _Fault | None = None
-        """What the last request came to, and is yet to be judged."""
-        self._deadly = deadly
-        self._grows = grows
-        self._unanswered = 0
-
-    @property
-    def suspects_each(self) -> bool:
-        """Whether each message may kill the relay."""
-        return self._deadly and self.most == 1
-
-    def blame(self, fault: _Fault) -> Outcome | None:
-        """Go on one message at a time. One that was not answered though it went alone may mean an outage."""
-        self.fault, self.most = fault, 1
-        return _no_answer(fault.reason) if fault.unanswered and fault.number is not None else None
-
-    def heard(self, outcome: Outcome) -> None:
-        """A request has come to an end."""
-        if outcome.accepted:
-            self._unanswered = 0
-            if self._deadly and self._grows and self.most is not None:
-                # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
-                # remembers how far the lane came, requests may grow again: whoever dies of a larger one leaves the next
-                # owner closer to its cause, which is then alone.
-                self.most *= 2
-        if outcome.unfinished is not None:
-            self._unanswered += outcome.unfinished is Verdict.UNKNOWN
-            if self._deadly or self._unanswered >= UNANSWERED_TRIES:
-                self.most = 1
+from .transport import Publisher
 
 
 class LaneWorker:
@@ -131,37 +45,29 @@ class LaneWorker:
         linger: float = 0.0,
         acknowledged: Acknowledged | None = None,
     ) -> None:
-        self.lane = lane
         self.pace = Pace()
         self.idle = False
         """There is nothing to do, and nothing is open."""
-        self.failures = 0
-        """How often in a row the destination was not to be had."""
-        self._store = store
         self._publisher = publisher
         self._producer = producer
-        self._deadline = deadline
         self._rejections = rejections
-        self._trouble: Trouble | None = None
-        self._lost = False
         self._report = Report(lane, counts, signals)
-        self._draw = draw
         self._changed = changed
         self._linger = linger
+        self.breaker = Breaker(self._report, draw, changed)
+        self._leased = LeasedLane(lane, store, deadline)
+        self._sender = Sender(
+            self._leased,
+            publisher,
+            producer=producer,
+            rejections=rejections,
+            breaker=self.breaker,
+            report=self._report,
+            draw=draw,
+            acknowledged=acknowledged,
+        )
+        self._lost = False
         self._bell = asyncio.Event()
-        self._stopping = asyncio.Event()
-        self._timeout: asyncio.Timeout | None = None
-        self._largest = LARGE
-        self._numbering = Numbering(publisher)
-        self._stored = False
-        """Whether all that is announced is known to be at the destination."""
-        known = acknowledged is not None and acknowledged.batch == lane.batch
-        self._accepted: set[int] = {*acknowledged.numbers} if acknowledged is not None and known else set()
-        """The numbers of the announced batch that the destination has acknowledged."""
-        self._acceptances = 0
-        """How many requests were accepted, at least in part."""
-        self._loners: dict[int, int] = {}
-        """Rows that brought a fault about, each with the acceptances before it. They go alone."""
         self._rates = Rates()
         self._detours = Detours(lane)
         self._in_a_crowd = False
@@ -170,20 +76,22 @@ class LaneWorker:
     # -- what the relay asks and tells ---------------------------------------------------------------------------------
 
     @property
-    def trouble(self) -> Trouble | None:
-        """What keeps the lane, or a tenant in it, from sending."""
-        if self._trouble is None and (place := self._rejections.blocked(self.lane.name)) is not None:
-            wait = max(0.0, place.next_probe - clock.current().monotonic())
-            return Trouble(f"{place} {REJECTS_EVERYTHING}: {place.reason}", wait)
-        return self._trouble
+    def lane(self) -> Lane:
+        """The lane, as the store has it."""
+        return self._leased.lane
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """What is known of the announced batch: if the lane is lost, and comes back, it is not sent again."""
-        if self.lane.announced is None or self._publisher.capabilities.numbered:
-            return None
-        whole = range(self.lane.announced.first_number, self.lane.next_number)
-        return Acknowledged(self.lane.batch, whole if self._stored else self._accepted)
+        """What the destination is known to have of the announced batch."""
+        return self._sender.acknowledged
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What keeps the lane, or a tenant in it, from sending."""
+        if self.breaker.trouble is None and (place := self._rejections.blocked(self.lane.name)) is not None:
+            wait = max(0.0, place.next_probe - clock.current().monotonic())
+            return Trouble(f"{place} {REJECTS_EVERYTHING}: {place.reason}", wait)
+        return self.breaker.trouble
 
     def ring(self) -> None:
         """There may be something to do."""
@@ -191,10 +99,8 @@ class LaneWorker:
         self._bell.set()
 
     def extend(self, deadline: float) -> None:
-        """The lease was renewed: the lane is ours until then, by our monotonic clock."""
-        self._deadline = deadline
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(_loop_time(deadline))
+        """The lease was renewed."""
+        self._leased.extend(deadline)
 
     def lose(self) -> None:
         """Somebody else owns the lane: nothing may leave any more."""
@@ -206,7 +112,7 @@ class LaneWorker:
 
     def stop(self) -> None:
         """Finish what is announced, if the destination lets us, and come to an end."""
-        self._stopping.set()
+        self.breaker.stopping.set()
         self._bell.set()
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -214,8 +120,8 @@ class LaneWorker:
     async def run(self) -> None:
         """Take turns until we are stopped. `LeaseLostError` if the lane is not ours any more."""
         if self.lane.announced is not None:
-            await self._deliver(None)
-        while not self._stopping.is_set():
+            await self._sender.deliver(None)
+        while not self.breaker.stopping.is_set():
             if self._bell.is_set():
                 self._detours.revive()
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
@@ -243,26 +149,19 @@ class LaneWorker:
         """Take up what is open, take one turn, and settle."""
         self.stop()
         if self.lane.announced is not None:
-            await self._deliver(None)
-        if self.lane.announced is None or self._stored:
+            await self._sender.deliver(None)
+        if self.lane.announced is None or self._sender.stored:
             await self.turn()
         await self._settle()
-
-    async def halt(self, why: str) -> None:
-        """Keep the lane and do nothing, until we are stopped."""
-        self._trouble = Trouble(why)
-        self._changed()
-        await self._stopping.wait()
 
     async def close(self) -> None:
         """Let go of the transport: whoever owns the lane now may need the producer's name."""
         await self._publisher.close(self._producer)
 
     async def _settle(self) -> bool:
-        if self.lane.announced is None or not self._stored:
+        if self.lane.announced is None or not self._sender.stored:
             return False
-        self._check_lease()
-        self.lane = await self._store.settle(self.lane)
+        await self._leased.settle()
         return True
 
     async def turn(self) -> bool:
@@ -273,12 +172,12 @@ class LaneWorker:
             await self._announce(Batch(failures=owed))
         if rested := self._detours.rested(self.pace):
             await self._settle()
-            self.lane = await self._store.join(self.lane, rested)
+            await self._leased.join(rested)
             self._detours.joined(self.lane.detours or ())
         more = await self._serve(None)
         detour = self._detours.next(self._held)
         in_a_crowd = self._in_a_crowd and more  # then whoever is behind it has waited long enough
-        if detour is not None and not in_a_crowd and (self._stored or self.lane.announced is None):
+        if detour is not None and not in_a_crowd and (self._sender.stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
             self._alarm.set(rest)
@@ -290,10 +189,7 @@ class LaneWorker:
     async def _serve(self, detour: str | None) -> bool:
         """One batch of the lane, or of a detour. False if there is nothing more in it for now."""
         limit = self._limit if detour is None else self._detours.quantum(self._limit)
-        self._check_lease()
-        page = await self._store.poll(
-            self.lane, limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour
-        )
+        page = await self._leased.poll(limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour)
         if detour is None:
             self._in_a_crowd = page.in_a_crowd
         if page.requests:  # first, and alone: they may be about rows of this very page
@@ -304,14 +200,14 @@ class LaneWorker:
             return True
         plan = self._next_batch(page)
         capabilities = self._publisher.capabilities
-        if (capabilities.numbered or capabilities.opens) and not await self._open(plan):
+        if (capabilities.numbered or capabilities.opens) and not await self._sender.open(plan):
             return True
         found = plan.decides or (page.passed and not plan.stops)
         if found:
             await self._carry_out(plan, page)
         elif detour is None and self.lane.announced is None:
-            # Somebody thinks that there is something. See whether the lane is what we take it for.
-            self.lane = await self._store.amend(self.lane, ())
+            # The doorbell rang for something. See whether the lane is still owned.
+            await self._leased.amend()
         more = found and self._may_be_more(page, plan, limit)
         if detour is not None:
             self._detours.served(detour, more=more, stuck=plan.cut or bool(page.held))
@@ -324,7 +220,7 @@ class LaneWorker:
     async def _carry_out(self, plan: Plan, page: Page) -> None:
         if self._publisher.capabilities.grouped:
             plan.group()
-        details = self._numbering.details(plan.items)
+        details = self._sender.numbering.details(plan.items)
         batch = Batch(
             items=[row.id for row in plan.items],
             failures=plan.failures,
@@ -337,10 +233,10 @@ class LaneWorker:
         await self._announce(batch)
         for failure in plan.failures:  # now, since what is planned may come to nothing, and be planned again
             if failure.row in plan.refused:
-                self._tell(plan.refused[failure.row], failure)
+                self._sender.tell(plan.refused[failure.row], failure)
         if plan.items:
             ready = len(plan.messages) == len(plan.items) and PARTITIONS not in details
-            await self._deliver(list(enumerate(plan.items, start=first)), plan.messages if ready else None)
+            await self._sender.deliver(list(enumerate(plan.items, start=first)), plan.messages if ready else None)
 
     def _to_part(self, page: Page, limit: int) -> set[str]:
         """The tenants that must not go on in the lane, where it knows detours: those who are held back, as they would
@@ -364,15 +260,13 @@ class LaneWorker:
 
     async def _part(self, tenants: Collection[str]) -> None:
         await self._settle()
-        self._check_lease()
-        self.lane = await self._store.part(self.lane, tenants)
+        await self._leased.part(tenants)
         self._detours.parted(sorted(tenants))
         self._report.parted(tenants)
 
     async def _announce(self, batch: Batch) -> None:
-        self._check_lease()
-        self.lane = await self._store.announce(self.lane, batch, settle=self.lane.announced is not None)
-        self._stored = True
+        await self._leased.announce(batch)
+        self._sender.stored = True
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -388,22 +282,15 @@ class LaneWorker:
 
     def _next_batch(self, page: Page) -> Plan:
         try:
-            plan = make_plan(page, self.lane, self._publisher.preflight, self._failure)
+            plan = make_plan(page, self.lane, self._publisher.preflight, self._sender.failed)
         except Exception:
-            plan = make_plan(page, self.lane, self._preflight, self._failure)
+            plan = make_plan(page, self.lane, self._sender.preflight, self._sender.failed)
         items = self._rejections.filter_blocked(self.lane, plan.items)
         items, again = self._rates.within(items, self.pace)
         if again is not None:
             self._alarm.set(again)
         plan.keep(items, page)
         return plan
-
-    def _preflight(self, message: Message) -> str | None:
-        """What the transport says, though it has a bug."""
-        try:
-            return self._publisher.preflight(message)
-        except Exception as error:
-            return self._bug(error)
 
     def _may_be_more(self, page: Page, plan: Plan, limit: int) -> bool:
         """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
@@ -416,445 +303,3 @@ class LaneWorker:
     def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)
         return len(rows) >= limit or sum([len(row.body) for row in rows]) >= self.pace.max_bytes
-
-    def _failure(self, row: Row, reason: str) -> Failure:
-        policy, attempts = self.lane.route.retry, row.attempts + 1
-        delay = None if policy.exhausted(attempts) else policy.delay(attempts, self._draw)
-        return Failure(row.id, attempts, redacted(reason), delay)
-
-    def _tell(self, row: Row, failure: Failure, number: int = 0) -> None:
-        said = failure.error or ""
-        if failure.retry_after is None:
-            self._report.dead(row, number, failure.attempts, said, rejected=True)
-        else:
-            self._report.rejected(row, number, failure.attempts, said)
-
-    # -- sending -------------------------------------------------------------------------------------------------------
-
-    async def _deliver(self, items: list[_Item] | None, messages: list[Message] | None = None) -> None:
-        """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first. The
-        messages of all items may be given along.
-        """
-        if items is not None:
-            self._accepted = set()
-        self._stored = False
-        began = clock.current().monotonic()
-        care = _Care(deadly=self.lane.tries >= DEADLY_TRIES, grows=self._publisher.capabilities.numbered)
-        while items is None or items:
-            try:
-                if items is None:
-                    items, outcome = await self._recover(care)
-                elif care.suspects_each:
-                    items, outcome = await self._send_suspect(items)
-                else:
-                    items, outcome = await self._send(items, messages, care.most)
-            except _Fault as fault:
-                items, outcome = None, care.blame(fault)
-            messages = None
-            if outcome is None:
-                continue
-            care.heard(outcome)
-            if outcome.unfinished is not None:
-                items = None  # an outage costs no memory: what is left will be read again
-                if not await self._rest(outcome.unfinished, outcome.reason):
-                    await self._abandon()
-                    return
-        self._stored = True
-        self._report.delivered(clock.current().monotonic() - began)
-
-    async def _send(
-        self, items: list[_Item], ready: list[Message] | None, most: int | None
-    ) -> tuple[list[_Item], Outcome]:
-        """One request, of ``most`` messages; what is left to do comes back."""
-        if ready is None or not self._is_one_request(ready):
-            ready = self._next_request(items, most)
-        outcome = await self._request(ready)
-        if outcome.accepted and self._loners and len(ready) == 1:
-            self._loners.pop(items[0][1].id, None)
-        if outcome.unfinished is Verdict.UNKNOWN and most == 1 and not outcome.accepted:
-            raise _Fault(outcome.reason, ready, unanswered=True)
-        if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
-            return [], outcome
-        self._accepted.update([ready[index].number for index in outcome.accepted])
-        passed: Collection[int] = ()
-        if outcome.unfinished is not None and self._publisher.capabilities.numbered:
-            # What is below a rejected number must be known to be stored before that is written down: it comes again.
-            # Not so what was passed over: whoever asks how far its place has come would take it for stored.
-            passed = _passed_over(ready, outcome.accepted)
-            outcome = replace(outcome, rejected=[each for each in outcome.rejected if each.index in passed])
-        if outcome.duplicates:
-            logger.error("%s: the destination took a message for a duplicate that was never sent before", self.lane)
-        if outcome.rejected or passed:
-            return await self._amend(items, len(ready), outcome, passed), outcome
-        return [item for item in items if item[0] not in self._accepted], outcome
-
-    def _is_one_request(self, messages: list[Message]) -> bool:
-        few = len(messages) <= self._publisher.capabilities.max_messages
-        return few and not self._loners and max([len(message.body) for message in messages]) <= self._largest
-
-    def _next_request(self, items: Sequence[_Item], most: int | None) -> list[Message]:
-        messages: list[Message] = []
-        for number, row in items[: min(most or len(items), self._publisher.capabilities.max_messages)]:
-            alone = len(row.body) > self._largest or row.id in self._loners
-            if alone and messages:
-                break
-            messages.append(self._numbering.message(self.lane, number, row))
-            if alone:
-                break
-        return messages
-
-    async def _request(self, messages: Sequence[Message]) -> Outcome:
-        """Ask the destination to take these. A `_Fault` if it could not even say no."""
-        self._check_lease()
-        with self._report.sending(self._producer, messages) as tell:
-            try:
-                outcome = await self._ask(messages)
-            except _Fault as fault:
-                tell(_no_answer(fault.reason))
-                raise
-            tell(outcome)
-        if outcome.accepted:
-            self._went_well(messages, outcome.accepted)
-        return outcome
-
-    async def _ask(self, messages: Sequence[Message]) -> Outcome:
-        capabilities = self._publisher.capabilities
-        limit = asyncio.timeout(capabilities.timeout)
-        try:
-            async with self._within_lease(), limit:
-                outcome = await self._publisher.send(self._producer, messages)
-            wrong = contradiction(messages, outcome, numbered=capabilities.numbered)
-        except TimeoutError as error:
-            if limit.expired():
-                raise _Fault(f"no answer within {capabilities.timeout:g} s", messages, unanswered=True) from error
-            return _no_answer(str(error) or LATE)
-        except OSError as error:
-            return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{type(error).__name__}: {error}")
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            # What the transport waited for was cancelled, not this lane.
-            raise _Fault(self._bug(error), messages) from error
-        except Exception as error:
-            raise _Fault(self._bug(error), messages) from error
-        if wrong is not None:
-            raise _Fault(self._bug(wrong), messages)
-        return outcome
-
-    def _bug(self, found: BaseException | str) -> str:
-        """What to say of an error, or of an answer, that only a bug of the transport can explain."""
-        return self._report.bug(found, first=self._rejections.is_new_bug(self.lane, found))
-
-    def _went_well(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
-        self._report.sent(messages, accepted)
-        self.failures, self._trouble = 0, None
-        self._acceptances += 1
-        self._rejections.accepted(self.lane, messages, accepted)
-        self._numbering.accepted(messages, accepted)
-        if len(messages) == 1:  # only a message that went alone can be larger than the largest
-            self._largest = max(self._largest, len(messages[0].body))
-
-    async def _amend(
-        self, items: list[_Item], asked: int, outcome: Outcome, passed: Collection[int] = ()
-    ) -> list[_Item]:
-        """Write down what was rejected, before anything with a higher number leaves; what may go on comes back."""
-        reasons = {rejection.index: rejection.reason for rejection in outcome.rejected}
-        failures: list[Failure] = []
-        parked: list[int] = []
-        left: list[_Item] = []
-        stopped: set[Key] = set()
-        stored = set(outcome.accepted)
-        places = {(items[index][1].topic, items[index][1].tenant) for index in stored}
-        for index, (number, row) in enumerate(items):
-            if index in stored:
-                continue
-            if index in reasons:
-                failures.append(self._rejected(row, reasons[index], number, places))
-                if stops_key(failures[-1], self.lane):
-                    stopped.add(row.order_key)
-            elif passed and index < asked and index not in passed:
-                left.append((number, row))  # it may be stored under its number, and so must keep it
-            elif row.order_key in stopped:
-                parked.append(row.id)
-            elif index in passed or (index < asked and outcome.unfinished is None):
-                # It shared a request with a rejected message. Its number may be burnt, so it gets a new one.
-                failures.append(Failure(row.id, row.attempts, None, 0.0))
-                stopped.add(row.order_key)
-            else:
-                left.append((number, row))
-        self._check_lease()
-        self.lane = await self._store.amend(self.lane, failures, parked=parked)
-        return left
-
-    def _rejected(self, row: Row, reason: str, number: int, accepted: Accepted = ()) -> Failure:
-        attempts = self._rejections.rejected(self.lane, row, redacted(reason), accepted)
-        if attempts is not None:
-            self._report.refused_like_all()
-            return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
-        failure = self._failure(row, reason)
-        self._tell(row, failure, number)
-        return failure
-
-    async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
-        """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
-        any answer but a rejection takes it back.
-        """
-        number, row = items[0]
-        self._check_lease()
-        if self.lane.route.retry.exhausted(row.attempts):
-            dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
-            self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
-            return await self._take_out(items, {number: dead}), None
-        self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts + 1})
-        try:
-            outcome = await self._request([self._numbering.message(self.lane, number, row)])
-        except _Fault as fault:
-            outcome = _no_answer(fault.reason) if fault.unanswered else Outcome((), [Rejection(0, fault.reason)])
-        if outcome.rejected:
-            return await self._amend(items, 1, outcome), outcome
-        self._check_lease()
-        self.lane = await self._store.amend(self.lane, (), attempts={row.id: row.attempts})
-        if outcome.accepted:
-            self._accepted.add(number)
-        return [item for item in items if item[0] not in self._accepted], outcome
-
-    async def _set_aside(self, items: list[_Item], fault: _Fault | None) -> list[_Item]:
-        """Take out of the batch, which cannot go on as it is, what brought the ``fault`` about, and what goes to
-        blocked places. If people have requests about rows of it, take out all: the next announcement carries them out.
-        """
-        failures: dict[int, Failure] = {}
-        asked = await self._store.asked(self.lane, [row.id for _, row in items])
-        for number, row in items:
-            if fault is not None and number == fault.number:
-                failures[number] = self._blamed(row, fault)
-            elif asked or self._rejections.is_blocked(self.lane, row):
-                failures[number] = Failure(row.id, row.attempts, None, 0.0)
-        return await self._take_out(items, failures) if failures else items
-
-    def _blamed(self, row: Row, fault: _Fault) -> Failure:
-        """A bug is a rejection. That there is no answer is one only if others were accepted since there was none for
-        the first time: else it may be an outage, which costs no attempt.
-        """
-        since = self._loners.setdefault(row.id, self._acceptances)
-        if fault.unanswered and since == self._acceptances:
-            delay = self.lane.route.retry.delay(row.attempts + 1, self._draw)
-            return Failure(row.id, row.attempts, redacted(fault.reason), delay)
-        return self._rejected(row, fault.reason, fault.number or 0)
-
-    async def _take_out(self, items: Sequence[_Item], failures: Mapping[int, Failure]) -> list[_Item]:
-        """Amend the batch by these failures, each by its number; what is left of it comes back."""
-        out: list[Failure] = []
-        parked: list[int] = []
-        left: list[_Item] = []
-        stopped: set[Key] = set()
-        for number, row in items:
-            failure = failures.get(number)
-            if row.order_key in stopped:
-                parked.append(row.id)
-            elif failure is None:
-                left.append((number, row))
-            else:
-                out.append(failure)
-                if stops_key(failure, self.lane):
-                    stopped.add(row.order_key)
-        self._check_lease()
-        self.lane = await self._store.amend(self.lane, out, parked=parked)
-        return left
-
-    # -- when things go wrong ------------------------------------------------------------------------------------------
-
-    async def _recover(self, care: _Care) -> tuple[list[_Item] | None, Outcome | None]:
-        """What is left of the announced batch: rebuilt, without what is known to be stored, and without what keeps it
-        from going on.
-        """
-        self._check_lease()
-        items = await self._left()
-        if items and self._publisher.capabilities.numbered:
-            items, outcome = await self._without_those_stored(items)
-            if outcome is not None:
-                return None, outcome
-        fault, care.fault = care.fault, None
-        return await self._set_aside(items, fault) if items else items, None
-
-    async def _without_those_stored(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
-        """Ask a numbered destination how far it has come."""
-        try:
-            async with self._within_lease():
-                lasts = await self._publisher.open(self._producer, {row.topic for _, row in items})
-        except (OSError, TimeoutError) as error:
-            return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
-        except Exception as error:
-            return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=self._bug(error))
-        # Open, then the fenced write, then send: the other order would let a sleeper in.
-        self._check_lease()
-        self.lane = await self._store.amend(self.lane, ())
-        self._check_lasts(lasts)
-        for place in sorted(lasts):
-            if lasts[place] < 0 and self._numbering.may_be_forgotten(self.lane, place):
-                self._report.forgotten(place, lasts[place], -1)
-            items, outcome = await self._without_stored(items, place, lasts[place])
-            if outcome is not None:
-                return items, outcome
-        return items, None
-
-    async def _left(self) -> list[_Item]:
-        """What of the announced batch is not known to be stored."""
-        try:
-            return [item for item in await self._store.rebuild(self.lane) if item[0] not in self._accepted]
-        except BatchMismatchError:
-            # Its next owner may have settled it. Then the lane is lost, and nothing is wrong with it.
-            await self._store.amend(self.lane, ())
-            raise
-
-    async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
-        """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""
-        pushed = [
-            (number, row) for number, row in items if number <= last and self._numbering.place(self.lane, row) == place
-        ]
-        if not pushed:
-            return items, None
-        found = len(pushed)
-        if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
-            try:
-                outcome = await self._request([self._numbering.message(self.lane, *pushed[-1])])
-            except _Fault as fault:
-                outcome = _no_answer(fault.reason)
-            if not outcome.accepted:
-                return items, _unanswered(outcome)
-            if not outcome.duplicates:
-                raise LaneHaltedError(
-                    f"{place} stored message {last} of {self._producer} again, which it said it had: "
-                    "is deduplication on?"
-                )
-            found -= 1  # the probe was counted
-        self._report.found_stored(found)
-        gone = {number for number, _ in pushed}
-        return [item for item in items if item[0] not in gone], None
-
-    async def _open(self, plan: Plan) -> bool:
-        """Open the topics of a batch before it is announced; what goes to one that cannot be opened waits, and holds up
-        nothing else. False: not now.
-        """
-        while topics := {row.topic for row in plan.items}:
-            try:
-                self._check_lease()
-                async with self._within_lease():
-                    lasts = await self._publisher.open(self._producer, topics)
-            except TopicsRefusedError as error:
-                self._leave_out(plan, error.reasons)
-            except (OSError, TimeoutError) as error:
-                await self._rest(Verdict.UNAVAILABLE, str(error) or LATE)
-                return False
-            except Exception as error:
-                self._bug(error)
-                self._leave_out(plan, await self._open_each(topics))
-            else:
-                self._check_lasts(lasts)
-                self._numbering.opened(lasts)
-                break
-        return True
-
-    async def _open_each(self, topics: Collection[str]) -> dict[str, str]:
-        """Why topics cannot be opened, of which at least one brings a bug of the transport about."""
-        reasons: dict[str, str] = {}
-        for topic in sorted(topics):
-            try:
-                self._check_lease()
-                async with self._within_lease():
-                    await self._publisher.open(self._producer, {topic})
-            except OSError as error:
-                reasons[topic] = str(error) or LATE
-            except Exception as error:
-                reasons[topic] = self._bug(error)
-        return reasons
-
-    def _leave_out(self, plan: Plan, reasons: Mapping[str, str]) -> None:
-        plan.set_aside(reasons)
-        for topic, reason in reasons.items():
-            self._report.topic_refused(topic, redacted(reason))
-
-    def _check_lasts(self, lasts: Mapping[str, int]) -> None:
-        for place, last in lasts.items():
-            if last >= self.lane.next_number:
-                raise LaneHaltedError(
-                    f"{place} has message {last} of {self._producer}, and the outbox has announced no more than "
-                    f"{self.lane.next_number - 1}: the database went back in time, and new events would be dropped as "
-                    "known; `pillarbox outbox new-install-id` goes on under another name"
-                )
-            if last < (reached := self._numbering.reached(self.lane, place)):
-                self._report.forgotten(place, last, reached)
-
-    async def _rest(self, verdict: Verdict, reason: str) -> bool:
-        """The destination is unavailable: wait, the longer the more often. False if the lane is to stop."""
-        said = self._report.away(verdict, redacted(reason), first=self.failures == 0)
-        self.failures += 1
-        return await self.wait(BREAKER.delay(self.failures, self._draw), said)
-
-    async def wait(self, seconds: float, why: str) -> bool:
-        """Do nothing for a while, and say why. False if we are to stop."""
-        self._trouble = Trouble(why, seconds)
-        self._changed()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return True
-        return False
-
-    async def _abandon(self) -> None:
-        """We are to stop, and the destination is away. What it has must not be sent again by our successor.
-
-        A numbered transport will tell the successor by itself; there the announcement must stay as it is.
-        """
-        if not self._accepted or self._publisher.capabilities.numbered:
-            return
-        self._check_lease()
-        again = [Failure(row.id, row.attempts, None, 0.0) for _, row in await self._left()]
-        self.lane = await self._store.amend(self.lane, again)
-        self._stored = True
-
-    # -- the lease -----------------------------------------------------------------------------------------------------
-
-    def _check_lease(self) -> None:
-        """Nothing is sent or written on a lease that may have ended: we may have slept, and somebody else may own the
-        lane.
-        """
-        if clock.current().monotonic() >= self._deadline:
-            raise LeaseLostError(f"the lease of lane {self.lane} was not renewed in time")
-
-    @asynccontextmanager
-    async def _within_lease(self) -> AsyncIterator[None]:
-        """A request ends when the lease does, which may be extended meanwhile."""
-        try:
-            async with asyncio.timeout_at(_loop_time(self._deadline)) as timeout:
-                self._timeout = timeout
-                yield
-        finally:
-            self._timeout = None
-
-
-def _no_answer(reason: str) -> Outcome:
-    return Outcome((), unfinished=Verdict.UNKNOWN, reason=reason)
-
-
-def _passed_over(messages: Sequence[Message], accepted: Collection[int]) -> set[int]:
-    """What was not stored, though something behind it in its place was."""
-    highest: dict[str, int] = {}
-    for index in accepted:
-        place = messages[index].place or messages[index].topic
-        highest[place] = max(highest.get(place, -1), messages[index].number)
-    return {
-        index
-        for index, message in enumerate(messages)
-        if message.number < highest.get(message.place or message.topic, -1)
-    }.difference(accepted)
-
-
-def _unanswered(outcome: Outcome) -> Outcome:
-    """A probe that was not accepted leaves everything below it unknown."""
-    reason = outcome.reason or (outcome.rejected[0].reason if outcome.rejected else "")
-    return Outcome((), unfinished=outcome.unfinished or Verdict.UNKNOWN, reason=reason)
-
-
-def _loop_time(deadline: float) -> float:
-    return asyncio.get_running_loop().time() + deadline - clock.current().monotonic()

@@ -23,14 +23,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from . import clock, telemetry
+from .breaker import RESTS
 from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
-from .lane import BREAKER, Acknowledged, LaneWorker
+from .lane import LaneWorker
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, shard_of
 from .redaction import redacted
 from .rejections import Rejections
 from .report import Counts
+from .sending import Acknowledged
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher
 
@@ -445,14 +447,14 @@ class Relay:
             extra = self._fields(telemetry.LOG_HALTED, worker.lane, redacted(str(halted)))
             logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  says it all
             # We keep it: whoever took it would run into the same wall.
-            await worker.halt(redacted(str(halted)))
+            await worker.breaker.halt(redacted(str(halted)))
         except Exception as error:
             extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, _said(error))
             logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error), extra=extra)
             logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
             self._stumbles[name] = self._stumbles.get(name, 0) + 1
             why = f"the outbox or the transport failed: {_said(error)}"
-            await worker.wait(BREAKER.delay(self._stumbles[name], self._draw), why)
+            await worker.breaker.wait(RESTS.delay(self._stumbles[name], self._draw), why)
         finally:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
                 del self._workers[name], self._tasks[name]
@@ -649,7 +651,7 @@ def _said(error: BaseException) -> str:
 
 def _is_stuck(worker: LaneWorker) -> bool:
     halted = worker.trouble is not None and worker.trouble.seconds is None
-    return halted or worker.failures >= STALLED
+    return halted or worker.breaker.failures >= STALLED
 
 
 def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> frozenset[int]:

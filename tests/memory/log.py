@@ -7,14 +7,16 @@ would stay PENDING for ever, and one that it finds twice is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from pillarbox.cursor import FIRST_XID, Cursor, RowAt, Snapshot, Window, look
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, StoreError
-from pillarbox.outbox import Ahead, Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
+from pillarbox.outbox import Batch, Delivery, Lane, LaneName, Page, RouteRecord, Row, Status
 from pillarbox.stores.announced import detour_of, moved, position, settled, settled_at
 from tests.memory.store import MemoryStore
 
@@ -24,6 +26,7 @@ class MemoryLook(NamedTuple):
 
     window: Window
     detour: str | None
+    discarded: frozenset[int]
 
 
 class MemoryLogStore(MemoryStore):
@@ -89,13 +92,14 @@ class MemoryLogStore(MemoryStore):
         window = self._look(lane, start, detour, limit, max_bytes)
         if window is None:
             return page
-        rows = [self._rows[row].row for row in window.ids]
+        discarded = self._discarded(window)
+        rows = [self._rows[row].row for row in window.ids if row not in discarded]
         if held := frozenset({row.tenant for row in rows}.intersection(paused)):
             return replace(page, held=held)
-        moves = start.paging is not None
+        moves = start.paging is not None or bool(discarded)
         if detour is None and not rows:
             moves = moves or window.after(0).high > start.high or self._is_late(lane, start)
-        return replace(page, fresh=tuple(rows), passed=moves, cursor=MemoryLook(window, detour))
+        return replace(page, fresh=tuple(rows), passed=moves, cursor=MemoryLook(window, detour, discarded))
 
     def _is_late(self, lane: Lane, start: Cursor) -> bool:
         """Whether there is any late row, for whomever."""
@@ -106,14 +110,13 @@ class MemoryLogStore(MemoryStore):
         snapshot, main = self.snapshot(), position(lane)
         if snapshot.lies_below(start.paging or start.seen):
             raise LaneHaltedError(f"lane {lane} has seen more than there is: the database went back in time")
-        dead = {row.at for row in lane.discarded}
         written = [row for row in self._written(lane.name) if snapshot.shows(row.xid)]
         if detour is not None:
             if start.paging is None and not main.leads(start):
                 return None
             snapshot, written = main.seen, [row for row in written if row.id <= main.high]
         reach = max((row.id for row in written), default=0)
-        rows = [row for row in written if row not in dead and detour_of(lane, self._tenant(row)) == detour]
+        rows = [row for row in written if detour_of(lane, self._tenant(row)) == detour]
         window = look(start, rows, snapshot, limit, reach)
         if start.paging is not None and not window.ids:
             behind = Cursor(start.high, start.paging)
@@ -147,9 +150,7 @@ class MemoryLogStore(MemoryStore):
         open_detours = [at for tenant, at in kept.detours.items() if not self._paused_tenants.get(tenant)]
         if waits or kept.cursor.paging is not None or any(at != kept.cursor for at in open_detours):
             return True
-        dead = {row.at for row in self._discarded(name)}
-        rows = [row for row in self._written(name) if row not in dead]
-        return bool(look(kept.cursor, rows, self.snapshot(), 1).ids)
+        return bool(look(kept.cursor, self._written(name), self.snapshot(), 1).ids)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,8 @@ class MemoryLogStore(MemoryStore):
         detour = None if told is None else told.detour
         start = position(lane, detour)
         dealt = {*batch.items, *batch.parked, *(failure.row for failure in batch.failures)}
+        if told is not None:
+            dealt.update(takewhile(lambda row: row in dealt or row in told.discarded, told.window.ids))
         to = start if told is None else told.window.dealt_with(dealt)
         ends = {"start": str(start if told is None else told.window.start), "to": str(to), "detour": detour}
         following = settled(lane)
@@ -184,8 +187,10 @@ class MemoryLogStore(MemoryStore):
 
     def _arrived(self, lane: Lane, detour: str) -> bool:
         at = position(lane, detour)
-        found = self._look(lane, at, detour, 1, 1) if position(lane).has_passed(at) else None
-        return found is not None and not found.ids
+        if not position(lane).has_passed(at):
+            return False
+        found = self._look(lane, at, detour, len(self._rows) + 1, sys.maxsize)
+        return found is not None and self._discarded(found).issuperset(found.ids)
 
     def _divide(self, lane: Lane, detours: Mapping[str, Any]) -> Lane:
         kept = self._fenced(lane)
@@ -220,15 +225,7 @@ class MemoryLogStore(MemoryStore):
         lane, kept = super()._lane(name), self._lanes[name]
         if kept.cursor is None:
             return lane
-        lane = replace(lane, cursor=kept.cursor, detours=dict(kept.detours))
-        return replace(lane, discarded=self._discarded(name))
+        return replace(lane, cursor=kept.cursor, detours=dict(kept.detours))
 
-    def _discarded(self, name: LaneName) -> frozenset[Ahead]:
-        kept = self._lanes[name]
-        return frozenset(
-            Ahead(self._at(row), it.row.tenant)
-            for row, it in self._rows.items()
-            if it.lane == name
-            and it.status is Status.DISCARDED
-            and not kept.detours.get(it.row.tenant or "", kept.cursor).covers(self._at(row))
-        )
+    def _discarded(self, window: Window) -> frozenset[int]:
+        return frozenset(row for row in window.ids if self._rows[row].status is Status.DISCARDED)

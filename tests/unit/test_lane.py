@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from pillarbox import clock
 from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
-from pillarbox.lane import LARGE
 from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Row, Status
+from pillarbox.sending import LARGE
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
 from tests.memory.log import MemoryLogStore
 from tests.memory.store import MemoryStore

@@ -201,7 +201,7 @@ class TestLanes:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """uvloop answers a delay below half a millisecond with a handle that knows no time."""
-        for module in ("lane", "rejections"):
+        for module in ("sending", "rejections"):
             monkeypatch.setattr(f"pillarbox.{module}.PROBES", RetryPolicy(base=0.0004, cap=0.0004, attempts=1))
         world = World(retry=RetryPolicy(base=0.001, cap=0.001, attempts=3))
         world.write("a1 b1 c1")

@@ -11,7 +11,9 @@ from typing import Any
 
 from ...errors import LeaseLostError
 from ...lane import LaneWorker
+from ...leased_lane import LeasedLane
 from ...numbering import Numbering
+from ...sending import Sender
 from ...stores.log import LogStore
 
 Options = dict[str, Any]
@@ -20,13 +22,13 @@ Options = dict[str, Any]
 
 def _row_id_as_number(_options: Options) -> None:
     """Numbers are given at insert, not when a batch is announced: a late row's number is lower than the last one."""
-    deliver, message = LaneWorker._deliver, Numbering.message
+    deliver, message = Sender.deliver, Numbering.message
 
-    async def unprepared(self: LaneWorker, items: Any, _messages: Any = None) -> None:
+    async def unprepared(self: Sender, items: Any, _messages: Any = None) -> None:
         await deliver(self, items)
 
-    setattr(LaneWorker, "_deliver", unprepared)  # noqa: B010  a type checker is right to refuse it
-    setattr(LaneWorker, "_check_lasts", lambda _self, _lasts: None)  # noqa: B010  it would notice
+    setattr(Sender, "deliver", unprepared)  # noqa: B010  a type checker is right to refuse it
+    setattr(Sender, "_check_lasts", lambda _self, _lasts: None)  # noqa: B010  it would notice
     setattr(Numbering, "message", lambda self, lane, _number, row: message(self, lane, row.id, row))  # noqa: B010
 
 
@@ -47,30 +49,31 @@ def _no_fence(options: Options) -> None:
             return
 
     setattr(LogStore, "_write_at_once", unfenced)  # noqa: B010
-    setattr(LaneWorker, "_check_lease", lambda _self: None)  # noqa: B010
-    setattr(LaneWorker, "_within_lease", lambda _self: nullcontext())  # noqa: B010
+    setattr(LeasedLane, "check", lambda _self: None)  # noqa: B010
+    setattr(LeasedLane, "within", lambda _self: nullcontext())  # noqa: B010
     setattr(LaneWorker, "lose", lambda _self: None)  # noqa: B010
 
 
 def _settled_before_sent(_options: Options) -> None:
     """A batch is settled when it leaves, not when it has arrived."""
-    deliver = LaneWorker._deliver
+    deliver = Sender.deliver
 
-    async def early(self: LaneWorker, items: Any, messages: Any = None) -> None:
+    async def early(self: Sender, items: Any, messages: Any = None) -> None:
         if items is not None:
-            self.lane = await self._store.settle(self.lane)
+            await self._leased.settle()
         await deliver(self, items, messages)
 
-    setattr(LaneWorker, "_deliver", early)  # noqa: B010
+    setattr(Sender, "deliver", early)  # noqa: B010
 
 
 def _no_probe(_options: Options) -> None:
     """What a broker was pushed counts as stored. Only a bookie that dies with it shows the difference."""
 
-    async def trusting(self: LaneWorker, items: list[Any], place: str, last: int) -> tuple[list[Any], None]:
-        return [it for it in items if self._numbering.place(self.lane, it[1]) != place or it[0] > last], None
+    async def trusting(self: Sender, items: list[Any], place: str, last: int) -> tuple[list[Any], None]:
+        lane, numbering = self._leased.lane, self.numbering
+        return [it for it in items if numbering.place(lane, it[1]) != place or it[0] > last], None
 
-    setattr(LaneWorker, "_without_stored", trusting)  # noqa: B010
+    setattr(Sender, "_without_stored", trusting)  # noqa: B010
 
 
 CANARIES: dict[str, Callable[[Options], None]] = {
