@@ -17,29 +17,24 @@ from alembic.autogenerate import comparators
 from alembic.operations.ops import DropTableOp, ModifyTableOps
 from alembic.util import DispatchPriority
 from sqlalchemy.dialects.postgresql.base import ischema_names
-from sqlalchemy.types import UserDefinedType
 
 from .errors import ConfigurationError
-from .stores.migrations import STEPS, run_step
+from .stores import migrations
+from .stores.columns import TransactionId
 
 
 def upgrade(op: Any, *, to: int) -> None:
     """Run Pillarbox's steps up to and including ``to``, unless they have been run. ``op`` is Alembic's ``op``."""
-    if not 1 <= to <= len(STEPS):
-        raise ConfigurationError(f"this release of pillarbox knows the steps 1 to {len(STEPS)}, not {to}")
+    last = len(migrations.STEPS)
+    if not 1 <= to <= last:
+        known = "step 1" if last == 1 else f"the steps 1 to {last}"
+        raise ConfigurationError(f"this release of pillarbox knows {known}, not {to}")
     for number in range(1, to + 1):
-        run_step(op, number)
-
-
-class _TransactionNumber(UserDefinedType[int]):
-    cache_ok = True
-
-    def get_col_spec(self, **_kw: Any) -> str:
-        return "xid8"
+        migrations.run_step(op, number)
 
 
 # Whoever compares reads our tables, too, and SQLAlchemy would warn of a type that it does not know.
-ischema_names.setdefault("xid8", _TransactionNumber)
+ischema_names.setdefault("xid8", TransactionId)
 
 
 @comparators.dispatch_for("schema", priority=DispatchPriority.LAST)

@@ -15,21 +15,23 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection, create_engine, inspect, make_url, select, text, update
+from sqlalchemy import Column, Connection, Integer, create_engine, inspect, make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 import pillarbox.alembic
 from pillarbox import Pillarbox
-from pillarbox.errors import ConfigurationError, NotMigratedError
+from pillarbox.errors import ConfigurationError, NotMigratedError, StoreError
 from pillarbox.outbox import SHARDS
-from pillarbox.stores import store_on
-from pillarbox.stores.migrations import STEPS, migrate, migration_sql, run_step
+from pillarbox.stores import migrations, schema, store_on
+from pillarbox.stores.migrations import STEPS, migrate, migration_sql, step_0001
 from pillarbox.stores.schema import SCHEMA_VERSION, check_schema, schema_version
 from pillarbox.stores.tables import meta, metadata, outbox
 from pillarbox.testing.conformance.outbox import ROUTE
 from tests.conftest import FreshDatabase
 from tests.domain import Order, OrderNoted, order_box, set_up, written
 from tests.servers import Database
+
+pytestmark = pytest.mark.dialects
 
 SYNC = {"embedded": "psycopg", "mariadb": "pymysql", "sqlite": "pysqlite"}
 
@@ -46,11 +48,14 @@ async def _migrate(engine: AsyncEngine) -> int:
         return await connection.run_sync(migrate)
 
 
-async def _run_step(engine: AsyncEngine, number: int) -> None:
-    async with engine.begin() as connection:
-        await connection.run_sync(
-            lambda connection: run_step(Operations(MigrationContext.configure(connection)), number)
-        )
+def _add_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a release to come will have it."""
+
+    def step(op: Operations) -> None:
+        op.add_column("pillarbox_meta", Column("more", Integer))
+
+    monkeypatch.setattr(migrations, "STEPS", (*STEPS, step))
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
 
 
 class TestMigrate:
@@ -67,6 +72,28 @@ class TestMigrate:
         async with engine.connect() as connection:
             await connection.run_sync(check_schema)
 
+    async def test_a_step_more_is_run_alone(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        await _migrate(engine)
+        _add_step(monkeypatch)
+        async with engine.connect() as connection:
+            with pytest.raises(NotMigratedError, match=f"version {SCHEMA_VERSION} and this release needs"):
+                await connection.run_sync(check_schema)
+        assert await _migrate(engine) == 1
+        assert await _migrate(engine) == 0
+        async with engine.connect() as connection:
+            await connection.run_sync(check_schema)
+
+    async def test_a_postgresql_that_is_too_old_is_refused(
+        self, fresh_database: FreshDatabase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(step_0001, "OLDEST_POSTGRESQL", (99,))
+        engine = create_async_engine(fresh_database("embedded", empty=True).url())
+        with pytest.raises(StoreError, match="the oldest that Pillarbox supports is 99"):
+            await _migrate(engine)
+        async with engine.connect() as connection:
+            assert await connection.run_sync(schema_version) == 0
+        await engine.dispose()
+
     async def test_processes_that_migrate_at_once_take_turns(self, engine: AsyncEngine) -> None:
         if engine.dialect.name == "sqlite":
             from pillarbox.stores.sqlite import put_right
@@ -75,8 +102,9 @@ class TestMigrate:
         assert sorted(await asyncio.gather(*(_migrate(engine) for _ in range(4)))) == [0, 0, 0, len(STEPS)]
 
     async def test_a_database_that_lacks_a_step_says_what_to_do(self, engine: AsyncEngine) -> None:
-        for number in range(1, 7):  # the seventh adds a column
-            await _run_step(engine, number)
+        await _migrate(engine)
+        async with engine.begin() as connection:  # as if a step to come added this column
+            await connection.execute(text("ALTER TABLE pillarbox_routes DROP COLUMN shard_by"))
         async with engine.begin() as connection:
             with pytest.raises(NotMigratedError, match="pillarbox migrate"):
                 await connection.run_sync(store_on(engine).register, [ROUTE])
@@ -99,7 +127,7 @@ class TestMigrate:
 
         async with engine.connect() as connection:
             found = await connection.run_sync(differences)
-        of_the_log = {"pillarbox_failures", "pillarbox_journal", "pillarbox_origin", "xid"}
+        of_the_log = {"pillarbox_journal", "pillarbox_origin", "xid"}
         expected = of_the_log if engine.dialect.name == "postgresql" else set[str]()
         assert {difference[-1].name for difference in found} == expected
         assert {difference[0] for difference in found} <= {"remove_table", "remove_column"}
@@ -135,8 +163,6 @@ class TestMigrate:
     async def test_h63_a_busy_table_makes_it_give_up(
         self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from pillarbox.stores import migrations
-
         async with order_box(postgres_database.url()) as box:
             await set_up(box)
             monkeypatch.setattr(migrations, "LOCK_TIMEOUT_SECONDS", 0.1)
@@ -180,9 +206,9 @@ class TestShards:
                 async with box.unit_of_work() as uow:
                     uow.add(Order.place())
 
-    async def test_an_upgrade_does_not_change_it(self, engine: AsyncEngine) -> None:
-        for number in range(1, len(STEPS)):
-            await _run_step(engine, number)
+    async def test_an_upgrade_does_not_change_it(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        await _migrate(engine)
+        _add_step(monkeypatch)
         async with order_box(engine, shards=2 * SHARDS) as box:
             with pytest.raises(ConfigurationError, match=f"shards={2 * SHARDS}.*set up with {SHARDS}"):
                 await box.migrate()
@@ -247,8 +273,6 @@ SCRIPT = '''
 from alembic import op
 import pillarbox.alembic
 import sqlalchemy as sa
-
-pytestmark = pytest.mark.dialects
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}
 branch_labels = ${repr(branch_labels)}
@@ -274,8 +298,11 @@ class TestOwnAlembic:
         )
         return tmp_path
 
-    def test_upgrade_check_and_autogenerate_leave_our_tables_alone(self, project: Path, database: Database) -> None:
-        for step in range(1, len(STEPS) + 1):  # a revision for each release of ours
+    def test_upgrade_check_and_autogenerate_leave_our_tables_alone(
+        self, project: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _add_step(monkeypatch)
+        for step in (1, 2):  # a revision for each release of ours
             _alembic(project, command.revision, f"step{step}", autogenerate=True)
             [revision] = (project / "versions").glob(f"*_step{step}.py")
             included = f"def upgrade():\n    pillarbox.alembic.upgrade(op, to={step})"
@@ -295,7 +322,7 @@ class TestOwnAlembic:
     def test_a_step_that_this_release_does_not_know_is_refused(self) -> None:
         import pillarbox.alembic
 
-        with pytest.raises(ConfigurationError, match=str(len(STEPS))):
+        with pytest.raises(ConfigurationError, match="knows step 1, not 2"):
             pillarbox.alembic.upgrade(None, to=len(STEPS) + 1)
 
 

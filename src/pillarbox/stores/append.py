@@ -44,8 +44,8 @@ class Appender:
                     raise StoreError(
                         f"the routes {found.name!r} and {record.name!r} have the same number: rename the newer one"
                     )
-                elif found.shard_by is None or route_record(found._mapping) != record:
-                    record.check_lanes(found.shard_by or record.shard_by)
+                elif route_record(found._mapping) != record:
+                    record.check_lanes(found.shard_by)
                     connection.execute(update(routes).where(routes.c.id == record.id).values(_route_values(record)))
                 missing = [
                     {"route": record.id, "shard": shard, **start}
@@ -114,7 +114,7 @@ def route_record(row: Mapping[Any, Any]) -> RouteRecord:
         schema_version=row[routes.c.schema_version],
         on_failure=FailurePolicy(row[routes.c.on_failure]),
         retry=RetryPolicy(row[routes.c.retry_base], row[routes.c.retry_cap], row[routes.c.retry_attempts]),
-        shard_by=row[routes.c.shard_by] or "key",
+        shard_by=row[routes.c.shard_by],
     )
 
 

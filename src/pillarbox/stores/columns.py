@@ -119,6 +119,15 @@ class _PostgresJson(types.UserDefinedType[str]):
         return "JSON"
 
 
+class TransactionId(types.UserDefinedType[int]):
+    """The number of a transaction, on PostgreSQL."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_kw: Any) -> str:
+        return "xid8"
+
+
 AutoId = BigInteger().with_variant(Integer, "sqlite")
 Name = String(400)
 

@@ -43,7 +43,7 @@ from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
 from .append import route_record
 from .columns import Utc, from_now
 from .origin import IS_ORIGINAL
-from .tables import audit, lanes, outbox, relays, requests, routes, tenants
+from .tables import audit, failures, lanes, outbox, relays, requests, routes, tenants
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
@@ -261,17 +261,22 @@ def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> l
 
 
 def of_events(connection: Connection, ids: Collection[UUID]) -> ColumnElement[bool]:
-    """The deliveries of these events. In a log an edit gives a delivery another id than its row has, and only the row's
-    is found by an index.
+    """The deliveries of these events. An edit gives a delivery another id than its row has, and only the row's is found
+    by an index.
     """
-    named = events.c.event_id.in_(ids)
-    if connection.dialect.name != "postgresql":
-        return named
-    edited = connection.scalars(_EDITED, {"ids": [*ids]}).all()
-    return and_(named, events.c.raised_event_id.in_([*ids, *edited]))
+    if connection.dialect.name == "postgresql":
+        edited = connection.scalars(_EDITED_IN_LOG, {"ids": [*ids]}).all()
+    else:
+        edited = connection.scalars(_EDITED, {"ids": [*ids]}).all()
+    return and_(events.c.event_id.in_(ids), events.c.raised_event_id.in_([*ids, *edited]))
 
 
-_EDITED = text(
+_EDITED = (
+    select(outbox.c.event_id)
+    .join(failures, failures.c.row_id == outbox.c.id)
+    .where(failures.c.event_id.in_(bindparam("ids", expanding=True)))
+)
+_EDITED_IN_LOG = text(
     """
     SELECT o.event_id FROM pillarbox_failures f CROSS JOIN LATERAL (
         SELECT o.event_id FROM pillarbox_outbox o
@@ -282,6 +287,7 @@ _EDITED = text(
     WHERE f.event_id = ANY (CAST(:ids AS uuid[]))
     """
 )
+"""There an id alone has no index."""
 
 
 def statistics(connection: Connection) -> list[Group]:

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, inspect, select
 from ..errors import NotMigratedError
 from . import tables
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 1
 """The schema of this release: the number of its last migration step."""
 
 

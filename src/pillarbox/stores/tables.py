@@ -6,6 +6,7 @@
 ``pillarbox_relays``  the relays that are alive, and what they serve
 ``pillarbox_tenants`` tenants that are paused or held to a rate
 ``pillarbox_outbox``  the deliveries
+``pillarbox_failures`` the failure book: deliveries that have failed, and those that wait behind one
 ``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
 ``pillarbox_audit``   what people have done, for ever
 ``pillarbox_consumers`` every consumer that was ever registered, and how far it has come
@@ -14,7 +15,8 @@
 ``pillarbox_unsent``  a view of what is still to be sent, for counting
 ``outbox_events``     a view of all of it, for people
 
-On PostgreSQL there are more, which only `stores.log` and the migrations know.
+On PostgreSQL there are two more, which only `stores.log` and the migrations know: the journal of settled batches, and
+where the database comes from.
 
 Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load
 every dialect of SQLAlchemy with us.
@@ -49,7 +51,6 @@ meta = Table(
     Column("id", SmallInteger, primary_key=True, autoincrement=False),
     Column("install_id", Uuid, nullable=False),
     Column("schema_version", Integer, nullable=False),
-    Column("store", String(20), nullable=False),
     Column("shards", Integer, nullable=False),
     Column("shard_generation", Integer, nullable=False),
 )
@@ -66,7 +67,7 @@ routes = Table(
     Column("retry_base", Double, nullable=False),
     Column("retry_cap", Double, nullable=False),
     Column("retry_attempts", Integer, nullable=False),
-    Column("shard_by", String(10)),  # null: nobody has said it since there is this column
+    Column("shard_by", String(10), nullable=False),
     Column("updated_at", Utc, nullable=False),
 )
 
@@ -82,15 +83,15 @@ lanes = Table(
     Column("batch", BigInteger, nullable=False, server_default="0"),
     Column("next_number", BigInteger, nullable=False, server_default="1"),
     Column("announced", LongText),
-    Column("tries", Integer, nullable=False, server_default="0"),
-    Column("paused", Boolean, nullable=False, server_default=text("false")),
-    Column("rate", Double),
     Column("announced_low", BigInteger),
     Column("announced_high", BigInteger),
-    Column("trouble", LongText),
-    Column("trouble_until", Utc),
+    Column("tries", Integer, nullable=False, server_default="0"),
     Column("cursor", LongText),
     Column("detours", LongText),
+    Column("paused", Boolean, nullable=False, server_default=text("false")),
+    Column("rate", Double),
+    Column("trouble", LongText),
+    Column("trouble_until", Utc),
 )
 
 relays = Table(
@@ -133,6 +134,23 @@ outbox = Table(
     Column("number", BigInteger),
     Column("last_error", LongText),
     Column("sent_at", Utc),
+)
+
+failures = Table(
+    "pillarbox_failures",
+    metadata,
+    Column("route", BigInteger, primary_key=True, autoincrement=False),
+    Column("shard", Integer, primary_key=True, autoincrement=False),
+    Column("row_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("tenant", ByteExact(200)),
+    Column("key", ByteExact(512), nullable=False),
+    Column("status", String(10), nullable=False),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("available_at", Utc),
+    Column("last_error", LongText),
+    Column("event_id", Uuid),
+    Column("headers", JsonText),
+    Column("body", LongBytes),
 )
 
 requests = Table(

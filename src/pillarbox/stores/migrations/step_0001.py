@@ -1,33 +1,60 @@
-"""Step 1: the outbox as a queue, its routes and lanes, and the view for people."""
+"""Step 1: all tables, their indexes, and the views."""
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 import sqlalchemy as sa
 from alembic.operations import Operations
 
 from ... import clock
+from ...errors import StoreError
 from ...outbox import SHARDS
-from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
+from .. import origin
+from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, TransactionId, Utc, now
+from .views import VIEWS
+
+OLDEST_POSTGRESQL = (14,)
+
+_WAITING = sa.text("status IN ('RETRYING', 'PARKED', 'FAILED')")
 
 
 def upgrade(op: Operations) -> None:
     """Make everything."""
-    # Every index is paid for by every business transaction. On PostgreSQL the id needs none of its own, because the
-    # lane's index leads to it; MySQL and SQLite keep their rows in the order of the primary key, and theirs is the id.
-    lean = op.get_context().dialect.name == "postgresql"
-    identity = sa.PrimaryKeyConstraint if lean else sa.UniqueConstraint
-    op.create_table(
+    context = op.get_context()
+    postgres = context.dialect.name == "postgresql"
+    if postgres and not context.as_sql:
+        version = context.dialect.server_version_info or ()
+        if version < OLDEST_POSTGRESQL:
+            raise StoreError(
+                f"this is PostgreSQL {'.'.join(map(str, version))}, and the oldest that Pillarbox supports is "
+                f"{OLDEST_POSTGRESQL[0]}: upgrade the server"
+            )
+    _make_lanes(op)
+    _make_outbox(op, postgres)
+    _make_failures(op)
+    if postgres:
+        _make_log(op)
+    _make_operations(op)
+    _make_receiving_end(op)
+    _install(op)
+    for statement in VIEWS[context.dialect.name]:
+        op.execute(sa.text(statement))
+
+
+def _make_lanes(op: Operations) -> None:
+    _make_table(
+        op,
         "pillarbox_meta",
         sa.Column("id", sa.SmallInteger, primary_key=True, autoincrement=False),
         sa.Column("install_id", sa.Uuid, nullable=False),
         sa.Column("schema_version", sa.Integer, nullable=False),
-        sa.Column("store", sa.String(20), nullable=False),
         sa.Column("shards", sa.Integer, nullable=False),
         sa.Column("shard_generation", sa.Integer, nullable=False),
     )
-    op.create_table(
+    _make_table(
+        op,
         "pillarbox_routes",
         sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("name", Name, nullable=False),
@@ -38,10 +65,11 @@ def upgrade(op: Operations) -> None:
         sa.Column("retry_base", sa.Double, nullable=False),
         sa.Column("retry_cap", sa.Double, nullable=False),
         sa.Column("retry_attempts", sa.Integer, nullable=False),
+        sa.Column("shard_by", sa.String(10), nullable=False),
         sa.Column("updated_at", Utc, nullable=False),
-        mysql_charset="utf8mb4",
     )
-    op.create_table(
+    _make_table(
+        op,
         "pillarbox_lanes",
         sa.Column("route", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("shard", sa.Integer, primary_key=True, autoincrement=False),
@@ -52,13 +80,30 @@ def upgrade(op: Operations) -> None:
         sa.Column("batch", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("next_number", sa.BigInteger, nullable=False, server_default="1"),
         sa.Column("announced", LongText),
+        sa.Column("announced_low", sa.BigInteger),
+        sa.Column("announced_high", sa.BigInteger),
         sa.Column("tries", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("cursor", LongText),
+        sa.Column("detours", LongText),
         sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        mysql_charset="utf8mb4",
+        sa.Column("rate", sa.Double),
+        sa.Column("trouble", LongText),
+        sa.Column("trouble_until", Utc),
+        # Rows of lanes are written again with every batch. In a page with room a new version needs no entry in an
+        # index. While an old snapshot keeps the dead ones, each entry costs a walk over all that were made since.
+        postgresql_with={"fillfactor": 10},
     )
-    op.create_table(
+
+
+def _make_outbox(op: Operations, postgres: bool) -> None:
+    # Every index is paid for by every business transaction. On PostgreSQL the id needs none of its own, because the
+    # lane's index leads to it; MySQL and SQLite keep their rows in the order of the primary key, and theirs is the id.
+    identity = sa.PrimaryKeyConstraint if postgres else sa.UniqueConstraint
+    xid = sa.Column("xid", TransactionId, server_default=sa.text("pg_current_xact_id()"))
+    _make_table(
+        op,
         "pillarbox_outbox",
-        sa.Column("id", AutoId, sa.Identity(), primary_key=not lean, nullable=False),
+        sa.Column("id", AutoId, sa.Identity(), primary_key=not postgres, nullable=False),
         sa.Column("event_id", sa.Uuid, nullable=False),
         sa.Column("event_type", sa.String(200), nullable=False),
         sa.Column("route", sa.BigInteger, nullable=False),
@@ -77,41 +122,190 @@ def upgrade(op: Operations) -> None:
         sa.Column("number", sa.BigInteger),
         sa.Column("last_error", LongText),
         sa.Column("sent_at", Utc),
+        *([xid] if postgres else []),
         identity("event_id", "route", "schema_version", name="uq_pillarbox_outbox_event"),
-        sqlite_autoincrement=True,
-        mysql_charset="utf8mb4",
     )
-    op.create_index(
-        "ix_pillarbox_outbox_lane",
-        "pillarbox_outbox",
-        ["route", "shard", "status", "id"],
-        postgresql_where=sa.text("status <> 'SENT'"),
-        sqlite_where=sa.text("status <> 'SENT'"),
+    is_unsent = sa.text("status <> 'SENT'")
+    _make_index(op, "ix_pillarbox_outbox_lane", "pillarbox_outbox", "route", "shard", "status", "id", where=is_unsent)
+    if op.get_context().dialect.name == "sqlite":
+        # Leads to the first waiting row of a key, however many are parked behind it. Only where an index can hold these
+        # few rows alone: elsewhere every business transaction would pay for it.
+        columns = ("key", "route", "shard", "id")  # in this order nothing else is tempted to use it
+        _make_index(op, "ix_pillarbox_outbox_waiting", "pillarbox_outbox", *columns, where=_WAITING)
+
+
+def _make_failures(op: Operations) -> None:
+    _make_table(
+        op,
+        "pillarbox_failures",
+        sa.Column("route", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("shard", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("row_id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("tenant", ByteExact(200)),
+        sa.Column("key", ByteExact(512), nullable=False),
+        sa.Column("status", sa.String(10), nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("available_at", Utc),
+        sa.Column("last_error", LongText),
+        sa.Column("event_id", sa.Uuid),
+        sa.Column("headers", JsonText),
+        sa.Column("body", LongBytes),
     )
-    _install(op)
-    for statement in VIEWS["mysql" if op.get_context().dialect.name == "mariadb" else op.get_context().dialect.name]:
-        op.execute(sa.text(statement.replace(":", r"\:")))
+    book, is_due, is_edited = "pillarbox_failures", sa.text("status = 'RETRYING'"), sa.text("event_id IS NOT NULL")
+    _make_index(op, "ix_pillarbox_failures_key", book, "key", "route", "shard", "row_id", where=_WAITING)
+    _make_index(op, "ix_pillarbox_failures_due", book, "route", "shard", "available_at", where=is_due)
+    _make_index(op, "ix_pillarbox_failures_event", book, "event_id", where=is_edited)
+
+
+def _make_log(op: Operations) -> None:
+    """What only a log needs."""
+    # Leads to the rows of a transaction in a lane. Both this and the lane's index are partial, so that no statement can
+    # be planned with the wrong one, whatever the statistics say: only what names an xid can use this one, and only what
+    # names a status the other.
+    has_xid = sa.text("xid IS NOT NULL")
+    _make_index(op, "ix_pillarbox_outbox_xid", "pillarbox_outbox", "route", "shard", "xid", "id", where=has_xid)
+    op.execute(
+        """
+CREATE TABLE pillarbox_journal (
+    route bigint NOT NULL,
+    shard integer NOT NULL,
+    high bigint NOT NULL,
+    batch bigint NOT NULL,
+    cursor text NOT NULL,
+    detour text,
+    passed_over text[] NOT NULL DEFAULT '{}',
+    redone bigint[] NOT NULL DEFAULT '{}',
+    skipped bigint[] NOT NULL DEFAULT '{}',
+    first_number bigint NOT NULL,
+    count integer NOT NULL,
+    relay varchar(200),
+    settled_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (route, shard, high, batch)
+)"""
+    )
+    op.execute("CREATE TABLE pillarbox_origin (id smallint PRIMARY KEY, first_xmin bigint)")
+    for statement in origin.WRITE:
+        op.execute(sa.text(statement))
+
+
+def _make_operations(op: Operations) -> None:
+    """Who is at work, what people want, and what they have done."""
+    _make_table(
+        op,
+        "pillarbox_relays",
+        sa.Column("name", sa.String(200), primary_key=True),
+        sa.Column("started_at", Utc, nullable=False, server_default=now()),
+        sa.Column("expires_at", Utc, nullable=False),
+        sa.Column("serves", LongText, nullable=False),
+        sa.Column("shards", LongText),
+    )
+    _make_table(
+        op,
+        "pillarbox_tenants",
+        sa.Column("tenant", ByteExact(200), primary_key=True),
+        sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.text("false")),
+        sa.Column("rate", sa.Double),
+    )
+    _make_table(
+        op,
+        "pillarbox_requests",
+        sa.Column("id", AutoId, sa.Identity(), primary_key=True),
+        sa.Column("route", sa.BigInteger, nullable=False),
+        sa.Column("shard", sa.Integer, nullable=False),
+        sa.Column("row_id", sa.BigInteger, nullable=False),
+        sa.Column("action", sa.String(10), nullable=False),
+        sa.Column("event_id", sa.Uuid),
+        sa.Column("body", LongBytes),
+        sa.Column("audit", sa.BigInteger, nullable=False),
+    )
+    _make_index(op, "ix_pillarbox_requests_lane", "pillarbox_requests", "route", "shard", "id")
+    _make_table(
+        op,
+        "pillarbox_audit",
+        sa.Column("id", AutoId, sa.Identity(), primary_key=True),
+        sa.Column("at", Utc, nullable=False, server_default=now()),
+        sa.Column("who", sa.String(200), nullable=False),
+        sa.Column("action", sa.String(20), nullable=False),
+        sa.Column("target", LongText, nullable=False),
+        sa.Column("event_id", sa.Uuid),
+        sa.Column("reason", LongText),
+        sa.Column("details", LongText),
+    )
+    _make_index(op, "ix_pillarbox_audit_event", "pillarbox_audit", "event_id")
+
+
+def _make_receiving_end(op: Operations) -> None:
+    """Consumers, what they have dealt with, and letters about what they could not."""
+    _make_table(
+        op,
+        "pillarbox_consumers",
+        sa.Column("id", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("name", Name, nullable=False),
+        sa.Column("kind", sa.String(20), nullable=False),
+        sa.Column("source", sa.String(100), nullable=False),
+        sa.Column("topics", LongText, nullable=False),
+        sa.Column("generation", sa.Integer, nullable=False, server_default="1"),
+        sa.Column("handled", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("last_event_id", sa.Uuid),
+        sa.Column("last_occurred_at", Utc),
+        sa.Column("lag", sa.Double),
+        sa.Column("held", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("seen_at", Utc),
+        sa.Column("updated_at", Utc, nullable=False),
+    )
+    # Every message that comes in pays for this row, so it is narrow: no name, no number of its own.
+    _make_table(
+        op,
+        "pillarbox_inbox",
+        sa.Column("consumer", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("tenant", ByteExact(200), primary_key=True, server_default=""),
+        sa.Column("event_id", sa.Uuid, primary_key=True),
+        sa.Column("schema_version", sa.Integer, nullable=False),
+        sa.Column("digest", sa.LargeBinary(16).with_variant(sa.BINARY(16), "mysql", "mariadb"), nullable=False),
+        sa.Column("at", Utc, nullable=False, server_default=now()),
+        sqlite_with_rowid=False,
+    )
+    # For pruning. On PostgreSQL it adds a quarter to what the server has to do for a row. A BRIN index adds next to
+    # nothing, but only until the room of pruned rows is used again: then old and new moments stand in the same pages,
+    # and every portion that is pruned would walk over the whole table. It has all rows, but only what names a moment
+    # can use it: for want of statistics PostgreSQL may look for an event among all rows of its consumer.
+    names_a_moment = sa.text("at > '-infinity'")
+    op.create_index("ix_pillarbox_inbox_at", "pillarbox_inbox", ["consumer", "at"], postgresql_where=names_a_moment)
+    _make_table(
+        op,
+        "pillarbox_letters",
+        sa.Column("id", AutoId, sa.Identity(), primary_key=True),
+        sa.Column("consumer", Name, nullable=False),
+        sa.Column("kind", sa.String(10), nullable=False),
+        sa.Column("state", sa.String(10), nullable=False),
+        sa.Column("reason", LongText, nullable=False),
+        sa.Column("tenant", ByteExact(200)),
+        sa.Column("event_id", sa.Uuid),
+        sa.Column("event_type", sa.String(200), nullable=False),
+        sa.Column("schema_version", sa.Integer, nullable=False),
+        sa.Column("topic", Name, nullable=False),
+        sa.Column("key", ByteExact(512), nullable=False),
+        sa.Column("headers", JsonText, nullable=False),
+        sa.Column("body", LongBytes, nullable=False),
+        sa.Column("edited", LongBytes),
+        sa.Column("attempts", sa.Integer, nullable=False),
+        sa.Column("created_at", Utc, nullable=False, server_default=now()),
+        sa.Column("updated_at", Utc, nullable=False, server_default=now()),
+    )
+    _make_index(op, "ix_pillarbox_letters_consumer", "pillarbox_letters", "consumer", "state", "id")
+    # Leads to the open letters of a key, however many of it were closed: a projection looks for those that it holds.
+    _make_index(op, "ix_pillarbox_letters_key", "pillarbox_letters", "consumer", "state", "key", "tenant", "id")
 
 
 def _install(op: Operations) -> None:
-    meta = sa.table(
-        "pillarbox_meta",
-        *(
-            sa.column(name, kind)
-            for name, kind in (("id", sa.SmallInteger()), ("install_id", sa.Uuid()), ("schema_version", sa.Integer()))
-        ),
-        *(
-            sa.column(name, kind)
-            for name, kind in (("store", sa.String()), ("shards", sa.Integer()), ("shard_generation", sa.Integer()))
-        ),
-    )
+    integers = ("id", "schema_version", "shards", "shard_generation")
+    columns = [sa.column(name, sa.Integer()) for name in integers]
+    meta = sa.table("pillarbox_meta", sa.column("install_id", sa.Uuid()), *columns)
     # Printed SQL may be run on many databases: there each one must draw its own id.
     drawn: UUID | sa.ColumnElement[UUID] = clock.current().new_id()
     if op.get_context().as_sql:
         drawn = _INSTALL_ID[op.get_context().dialect.name]
-    op.execute(
-        meta.insert().values(id=1, install_id=drawn, schema_version=0, store="queue", shards=SHARDS, shard_generation=1)
-    )
+    op.execute(meta.insert().values(id=1, install_id=drawn, schema_version=0, shards=SHARDS, shard_generation=1))
 
 
 _INSTALL_ID: dict[str, sa.ColumnElement[UUID]] = {
@@ -121,67 +315,12 @@ _INSTALL_ID: dict[str, sa.ColumnElement[UUID]] = {
     "sqlite": sa.literal_column("lower(hex(randomblob(16)))"),
 }
 
-_SELECT = """
-CREATE VIEW outbox_events AS
-SELECT o.id, o.event_id, o.event_type, r.name AS route, r.destination, o.topic, o.shard,
-       {key} AS {quoted_key}, {tenant} AS tenant_id,
-       {aggregate_type} AS aggregate_type, {aggregate_id} AS aggregate_id, {version} AS version, o.schema_version,
-       o.status, o.attempts, o.available_at AS next_attempt_at,
-       CASE WHEN o.status = 'SENDING' THEN l.locked_by END AS locked_by,
-       CASE WHEN o.status = 'SENDING' THEN l.locked_until END AS locked_until,
-       o.last_error, o.created_at, {occurred_at} AS occurred_at, o.sent_at,
-       {trace_id} AS trace_id, {correlation_id} AS correlation_id,
-       {content_type} AS content_type, o.headers, {payload} AS payload, o.batch, o.number
-FROM pillarbox_outbox o
-LEFT JOIN pillarbox_routes r ON r.id = o.route
-LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
-"""
-_FROM_HEADERS = (
-    "aggregate_type",
-    "aggregate_id",
-    "version",
-    "occurred_at",
-    "trace_id",
-    "correlation_id",
-    "content_type",
-)
+
+def _make_table(op: Operations, name: str, *columns: Any, **options: Any) -> None:
+    drawn = any(isinstance(column, sa.Column) and column.identity is not None for column in columns)
+    op.create_table(name, *columns, mysql_charset="utf8mb4", sqlite_autoincrement=drawn, **options)
 
 
-def _view(header: str, key: str, tenant: str, payload: str, quoted_key: str = "key") -> str:
-    headers = {name: header.format(name) for name in _FROM_HEADERS}
-    return _SELECT.format(key=key, tenant=tenant, payload=payload, quoted_key=quoted_key, **headers)
-
-
-# A body that is no JSON, whatever its content type says, is shown as null: it must never fail the view.
-VIEWS: dict[str, tuple[str, ...]] = {
-    "postgresql": (
-        """
-CREATE FUNCTION pillarbox_json_text(body bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
-BEGIN
-    RETURN (convert_from(body, 'UTF8')::json)::text;
-EXCEPTION WHEN OTHERS THEN
-    RETURN NULL;
-END
-$$
-""",
-        _view("o.headers ->> '{}'", "o.key", "o.tenant", "pillarbox_json_text(o.body)"),
-    ),
-    "mysql": (
-        _view(
-            "JSON_UNQUOTE(JSON_EXTRACT(o.headers, '$.{}'))",
-            "CONVERT(o.`key` USING utf8mb4)",
-            "CONVERT(o.tenant USING utf8mb4)",
-            "CASE WHEN JSON_VALID(CONVERT(o.body USING utf8mb4)) THEN CONVERT(o.body USING utf8mb4) END",
-            "`key`",
-        ),
-    ),
-    "sqlite": (
-        _view(
-            "json_extract(o.headers, '$.{}')",
-            'o."key"',
-            "o.tenant",
-            "CASE WHEN json_valid(CAST(o.body AS TEXT)) THEN CAST(o.body AS TEXT) END",
-            '"key"',
-        ),
-    ),
-}
+def _make_index(op: Operations, name: str, table: str, *columns: str, where: sa.TextClause | None = None) -> None:
+    """An index of these columns; where the database can, only of the rows ``where`` this is true."""
+    op.create_index(name, table, list(columns), postgresql_where=where, sqlite_where=where)
