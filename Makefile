@@ -19,7 +19,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-all test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild prove-poison chaos simulate clean
+.PHONY: help setup servers test test-all test-uvloop test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild prove-poison chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,7 +49,15 @@ test: setup servers ## run the tests in a few minutes (TESTS=path to narrow, PYT
 test-all: setup servers ## all tests: every database, chaos, programs that want the machine for themselves, many simulated worlds
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest --alone $(PYTEST_FLAGS) tests/e2e
+	$(MAKE) test-uvloop
 	$(MAKE) simulate SEEDS=5000
+
+# What waits, listens or speaks to a server by itself; the rest only awaits what these do.
+ON_UVLOOP = tests/unit tests/conformance $(wildcard tests/integration/test_pulsar_*.py) $(patsubst %,tests/integration/test_%.py, \
+  bus commit consumer doorbell drivers effects_proof inbox leases projection_consumer relay signals stream unit_of_work)
+
+test-uvloop: setup servers ## units, relays, consumers, Pulsar and streams on uvloop, which uvicorn brings
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --loop uvloop $(PYTEST_FLAGS) $(ON_UVLOOP)
 
 prove-contract: setup servers ## the contract program for Pulsar, on PostgreSQL and MariaDB
 	$(BIN)/python -m pytest --alone tests/e2e/test_contract.py

@@ -342,6 +342,7 @@ async def test_in_a_batch_those_come_last_that_have_failed_before(box: Pillarbox
     assert [work.line for work in dealt.settled] == ["healthy", "healthy"]
 
 
+@pytest.mark.every_loop
 async def test_h87_while_the_database_is_away_the_rest_of_a_batch_is_not_tried(
     box: Pillarbox, broker: MemoryTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

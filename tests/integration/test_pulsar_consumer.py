@@ -98,6 +98,7 @@ async def readings(box: Pillarbox) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("batch", [1, 50])
+@pytest.mark.every_loop
 async def test_the_topics_of_all_tenants_by_one_template(box: Pillarbox, topic: str, batch: int) -> None:
     await publish(box, "acme", *range(10))
     await publish(box, "globex", *range(10))

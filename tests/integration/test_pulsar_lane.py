@@ -233,6 +233,7 @@ async def test_h98_two_services_share_a_topic(shop: Shop, servers: Servers) -> N
     await shop.check()
 
 
+@pytest.mark.every_loop
 async def test_a_topic_that_is_unloaded_goes_on_at_once(shop: Shop) -> None:
     unload = f"{shop.broker.admin_url}/admin/v2/{TopicName.parse(shop.topic).path}/unload"
     async with httpx.AsyncClient(trust_env=False) as client, shop.open() as box, relaying(box):

@@ -131,6 +131,7 @@ async def test_h27_r5_several_relays_and_writers_at_once(box: Pillarbox, caplog:
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.every_loop
 async def test_h43_a_rejected_event_and_those_behind_it_until_a_person_redrives_them(box: Pillarbox) -> None:
     broker = broker_of(box)
     broker.reject(lambda message: message.headers["version"] == "2", reason="password=swordfish is wrong")
@@ -359,6 +360,7 @@ async def test_h44_a_broker_that_heals_gets_what_it_rejected(box: Pillarbox) -> 
 
 
 @on_two
+@pytest.mark.every_loop
 async def test_w7_a_commit_of_this_process_is_sent_without_waiting_for_a_look(box: Pillarbox) -> None:
     relay = _without_looking(box.relay())
     async with running(relay):

@@ -329,6 +329,7 @@ async def test_h102_rows_of_another_server_or_history_are_not_used(newest: Shop)
     assert all(message.topic == TOPIC for message in newest.broker.sent(TOPIC))
 
 
+@pytest.mark.every_loop
 async def test_a_relay_that_takes_over_reads_what_it_missed_from_the_table(newest: Shop) -> None:
     async with newest.streaming(name="first"):
         await newest.write(20)
