@@ -4,7 +4,8 @@
     cdc_live_ratio  while others write: how long until the last of their events is there
     cdc_hits        of these, the part whose bodies the stream had brought; and if the destination takes its time
 
-The server decodes its WAL, which that of the other subjects does not: so it is one of its own.
+A relay that loses its stream, or gets none, goes on from the table: that fails the subject. The server decodes its WAL,
+which that of the other subjects does not: so it is one of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 import psycopg
 
-from pillarbox import Pillarbox
+from pillarbox import Pillarbox, telemetry
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.relay import Relay
 from pillarbox.telemetry import Labels, Metric, Observer
@@ -28,6 +29,7 @@ from pillarbox.transport import Message, Outcome
 
 from .figures import BATCH
 from .load import Sink, empty, fill, ring, seed, vacuum
+from .proof import require
 from .servers import Bench
 
 Source = Literal["cursor", "cdc"]
@@ -35,17 +37,23 @@ _TRANSACTION = 100
 """Events that a writer commits at once."""
 _PAUSE = 0.05
 """What a destination takes for a request, if it takes its time."""
+_UP_SECONDS = 30.0
+_PATIENT_HITS = 0.5
+"""What the stream brings at least, if the destination takes its time."""
 
 
 class _Rows(Observer):
-    """Where bodies came from."""
+    """Where bodies came from, and how often a stream was lost."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
 
     def count(self, metric: Metric, labels: Labels, amount: int, tenant: str | None = None) -> None:  # noqa: ARG002
-        if metric.name == "outbox_stream_rows_total":
+        if metric is telemetry.STREAM_ROWS:
             self.counts[labels[0]] += amount
+        elif metric is telemetry.STREAM_LOST:
+            self.lost[labels[0]] += amount
 
     def share(self) -> float:
         """The part that came by the stream."""
@@ -81,10 +89,14 @@ async def measure(bench: Bench) -> dict[str, object]:
                 for source in pair:
                     lives[source].append(await _live(box, sink, bench.sizes.drain, source))
             hits["at once"] = rows.share()
+            require(hits["at once"] > 0, "while others wrote, all bodies came from the table, and none by the stream")
             rows.counts.clear()
             sink.pause = _PAUSE
             await _live(box, sink, bench.sizes.drain, "cdc")
             hits["after 50 ms"] = rows.share()
+            found = f"{hits['after 50 ms']:.0%} of the bodies came by the stream, though there was time for more"
+            require(hits["after 50 ms"] >= _PATIENT_HITS, found)
+        require(not rows.lost.total(), f"streams were lost meanwhile: {dict(rows.lost)}")
     return {
         "cdc_ratio": _ratio(drains),
         "cdc_per_second": {source: statistics.median(found) for source, found in drains.items()},
@@ -123,8 +135,7 @@ async def _live(box: Pillarbox, sink: Sink, events: int, source: Source) -> floa
     sink.seen.clear()
     relay = box.relay(batch=BATCH, source=source)
     running = asyncio.ensure_future(relay.run())
-    while relay.status()["lanes"] < box.router.shards or relay.status().get("stream", "up") != "up":  # noqa: ASYNC110
-        await asyncio.sleep(0.002)
+    await _until_up(relay, box.router.shards)
     started = time.perf_counter()
     await asyncio.gather(*(_write(box, first, events // 4) for first in range(0, events, events // 4)))
     return await _finish(relay, running, sink, events, started)
@@ -141,9 +152,18 @@ async def _finish(relay: Relay, running: asyncio.Future[None], sink: Sink, event
     while len(sink.seen) < events:  # noqa: ASYNC110  a sink rings no bell
         await asyncio.sleep(0.002)
     rate = events / (time.perf_counter() - started)
+    await _until_up(relay)  # the stream of a short backlog may still be on its way
     relay.stop()
     await running
     return rate
+
+
+async def _until_up(relay: Relay, lanes: int = 0) -> None:
+    """Wait for the stream, if the relay is to have one."""
+    ends = time.monotonic() + _UP_SECONDS
+    while relay.status()["lanes"] < lanes or relay.status().get("stream", "up") != "up":
+        require(time.monotonic() < ends, f"the stream is not up after {_UP_SECONDS:g} s: {relay.status()}")
+        await asyncio.sleep(0.002)
 
 
 def report(results: Mapping[str, Any]) -> str:

@@ -12,13 +12,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from .figures import BATCH, PAYLOAD_BYTES
 from .load import OrderSink, Sink, Ticked, box_on
+from .proof import require, without_warnings
 
 _ROOT = Path(__file__).parents[1]
 _READY_SECONDS = 30
@@ -95,6 +97,7 @@ class RelayProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        require(self._process.returncode == 0, "a relay in a process of its own failed, or warned of something")
 
 
 @asynccontextmanager
@@ -168,9 +171,11 @@ def _main() -> None:
     import uvloop  # noqa: PLC0415  a relay of ours is weighed with what it needs
 
     if sys.argv[1] == "write":
-        uvloop.run(_write(Task(**json.loads(sys.argv[2]))))
+        work: Coroutine[Any, Any, None] = _write(Task(**json.loads(sys.argv[2])))
     else:
-        uvloop.run(_relay(sys.argv[2]))
+        work = _relay(sys.argv[2])
+    with without_warnings():
+        uvloop.run(work)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from . import children
 from .figures import BATCH, PAYLOAD_BYTES, cpu_seconds
 from .floors import floor_on
 from .load import ROUTE, Sink, drain, empty, fill, refill_and_drain, vacuum
+from .proof import require
 from .servers import Bench
 
 
@@ -114,6 +115,7 @@ async def _with_relays(bench: Bench, url: str, box: Pillarbox, count: int) -> fl
         told = [await relay.told() for relay in running]
     assert sum(each["count"] for each in told) == events, told
     assert not any(each["disordered"] for each in told), told
+    require(all(each["count"] for each in told), f"some of the relays sent nothing: {told}")
     return rate
 
 

@@ -19,12 +19,14 @@ from pillarbox import Pillarbox
 from .children import Task, writer
 from .figures import waits
 from .load import TimingSink, seed
+from .proof import doorbell_heard, require
 from .servers import Bench
 
 _PER_SECOND = 50
 _CROWD = 100_000_000
 """The number of the first event of the crowd."""
 _SECONDS = 600
+_ENOUGH = 5
 
 
 async def measure(bench: Bench) -> dict[str, object]:
@@ -47,7 +49,7 @@ async def _latency(bench: Bench, crowd: int) -> tuple[dict[str, float], float]:
             async with box.engine.begin() as connection:
                 await seed(connection, crowd, first=_CROWD, keys=1000, prefix="crowd-", tenant="large")
         task = Task(url, _PER_SECOND, bench.sizes.crowd_seconds, warm_up=0.0, tenant="small")
-        async with writer(task) as committing:
+        async with doorbell_heard(box, task.seconds), writer(task) as committing:
             await _until_written(box)
             relay, started = box.relay(), time.monotonic()
             running = asyncio.ensure_future(relay.run())
@@ -60,6 +62,7 @@ async def _latency(bench: Bench, crowd: int) -> tuple[dict[str, float], float]:
     began = min(sink.arrived[seq] for seq in committed)
     ended = max((at for seq, at in sink.arrived.items() if seq >= _CROWD), default=float("inf"))
     measured = {seq: at for seq, at in committed.items() if began <= at <= ended}
+    require(len(measured) >= _ENOUGH, f"{len(measured)} events were committed beside the crowd, too few to measure")
     return waits(measured, sink.arrived), began - started
 
 

@@ -16,6 +16,7 @@ from pillarbox import Pillarbox
 from .children import Task, write
 from .figures import waits
 from .load import TimingSink
+from .proof import doorbell_heard
 from .servers import Bench
 
 _RATES = {"latency_ms": (100, 1), "latency_2000_ms": (2000, 20)}
@@ -37,7 +38,8 @@ async def _latency(box: Pillarbox, sink: TimingSink, task: Task) -> dict[str, fl
     sink.arrived.clear()
     relay = box.relay()
     running = asyncio.ensure_future(relay.run())
-    committed = await write(task)
+    async with doorbell_heard(box, task.seconds):
+        committed = await write(task)
     async with asyncio.timeout(10):
         while not committed.keys() <= sink.arrived.keys():  # noqa: ASYNC110  a sink rings no bell
             await asyncio.sleep(0.01)

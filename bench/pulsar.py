@@ -28,6 +28,7 @@ from pillarbox.transports.pulsar import PulsarTransport
 from .children import Task, write
 from .figures import body, cpu_seconds, waits
 from .load import Sink, TimingSink, refill_and_drain
+from .proof import doorbell_heard, require
 from .servers import Bench
 
 KEYS = 100
@@ -155,6 +156,8 @@ async def _cpu(bench: Bench, broker: LocalPulsar) -> float:
     for start in range(0, len(messages), 1_000):
         await transport.send("bench", messages[start : start + 1_000])
     spent = cpu_seconds() - before
+    again = await transport.send("bench", messages[-1_000:])
+    require(len(again.duplicates) == 1_000, "the broker took messages for new that it had: it does not deduplicate")
     await transport.close()
     return spent / len(messages) * 1e6
 
@@ -170,7 +173,8 @@ async def _latency(bench: Bench, broker: LocalPulsar) -> dict[str, object]:
                 relay = box.relay()
                 running = asyncio.ensure_future(relay.run())
                 task = Task(url, rate, bench.sizes.latency_seconds, together, first=number * 1_000_000)
-                committed = await write(task)
+                async with doorbell_heard(box, task.seconds):
+                    committed = await write(task)
                 async with asyncio.timeout(20):
                     while not committed.keys() <= sink.arrived.keys():  # noqa: ASYNC110  a sink rings no bell
                         await asyncio.sleep(0.01)

@@ -22,10 +22,12 @@ from pillarbox.outbox import Batch, Lane
 from .children import Task, writer
 from .figures import BATCH
 from .load import ROUTE, Sink, seed
+from .proof import require
 from .servers import Bench
 
 _RATE = 1000
 _TOGETHER = 20
+_COUNT = text("SELECT count(*) FROM pillarbox_outbox")
 _HELD = 900_000_000
 """The number of the event that is not committed."""
 
@@ -58,10 +60,12 @@ async def _old_transactions(box: Pillarbox) -> AsyncIterator[None]:
     """One that reads and one that has written, both open."""
     repeatable = box.engine.execution_options(isolation_level="REPEATABLE READ")
     async with repeatable.connect() as reading, box.engine.connect() as writing:
-        await reading.execute(text("SELECT count(*) FROM pillarbox_outbox"))
+        before = await reading.scalar(_COUNT)
         await seed(writing, 1, first=_HELD, keys=_HELD + 1, shards=box.router.shards)
         try:
             yield
+            after, own = await reading.scalar(_COUNT), await writing.scalar(_COUNT)
+            require(after == before and own, "the old transactions were not open any more, or saw what came later")
         finally:
             await writing.rollback()
             await reading.rollback()
