@@ -24,6 +24,7 @@ from . import (
     drain,
     fairness,
     figures,
+    flush,
     imports,
     kept,
     late,
@@ -40,6 +41,7 @@ from .sizes import FULL, QUICK
 
 SUBJECTS: dict[str, ModuleType] = {
     "write": write,
+    "flush": flush,
     "drain": drain,
     "latency": latency,
     "signals": signals,

@@ -77,7 +77,15 @@ def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 _NAMES = (
-    *("write_ratio", "write_to_hand_ratio", "drain_ratio", "cpu_us_per_event", "wal_bytes_per_event"),
+    *(
+        "write_ratio",
+        "write_to_hand_ratio",
+        "flush_ratio",
+        "bytes_per_event",
+        "drain_ratio",
+        "cpu_us_per_event",
+        "wal_bytes_per_event",
+    ),
     *("latency_ms", "latency_2000_ms", "old_snapshot_ratio", "kept_rows_ratio", "kept_rows_unanalyzed_ratio"),
     *("deep_backlog_ratio", "hot_key_ratio", "relays_ratio", "late_1m_rss_mb", "fairness_ratio"),
     "fairness_first_s",

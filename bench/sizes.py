@@ -15,6 +15,7 @@ class Sizes:
     """Rounds of what takes long."""
     connections: tuple[int, ...] = (1, 4, 16)
     slice_seconds: float = 1.0
+    transaction: int = 1_000_000
     drain: int = 60_000
     """Half a second of work: in less, a run is mostly its start and its end."""
     signal_events: int = 20_000
@@ -42,6 +43,7 @@ QUICK = Sizes(
     few=1,
     connections=(16,),
     slice_seconds=0.3,
+    transaction=20_000,
     drain=5_000,
     signal_events=5_000,
     signal_rounds=3,

@@ -34,7 +34,7 @@ from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError
 from .event import EventType, Raised, registry
 from .gauges import Gauges
 from .inbox import Letter, LetterFilter, LetterKind, LetterState
-from .outbox import BUS, SHARDS, Delivery, LaneName, RouteRecord, Row
+from .outbox import BUS, SHARDS, Delivery, NewRows, RouteRecord, Row
 from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
@@ -245,7 +245,7 @@ class Pillarbox:
         self._outbox.forget()
         async with self.engine.begin() as connection:
             prepared = await connection.run_sync(self._outbox.prepare)
-        self._outbox.committed([], prepared)
+        self._outbox.committed({}, prepared)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -625,14 +625,14 @@ class _BoxOutbox:
     def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
         self._box.store.append(connection, deliveries)
 
-    def committed(self, deliveries: list[Delivery], prepared: _Prepared | None) -> None:
+    def committed(self, rows: NewRows, prepared: _Prepared | None) -> None:
         if prepared is not None:
             engine, records = prepared
             if engine is not None:
                 self._registered[engine] = records
             if self.signals:
-                count_new(self.signals, deliveries, {record.id: record.name for record in records})
-            self._box.doorbell.ring({LaneName(delivery.route, delivery.shard) for delivery in deliveries})
+                count_new(self.signals, rows, {record.id: record.name for record in records})
+            self._box.doorbell.ring({lane for lane, _ in rows})
 
 
 def _all_are(kind: type, given: object) -> bool:

@@ -8,12 +8,14 @@ it is rolled back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
+from weakref import WeakValueDictionary
 
+import msgspec
 from msgspec.structs import replace
 from sqlalchemy import Connection, Engine, Select, inspect, literal, select, text
 from sqlalchemy.exc import UnboundExecutionError
@@ -25,13 +27,19 @@ from . import clock, commit, telemetry
 from .aggregate import Aggregate, recorded_by
 from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
-from .outbox import Delivery, stable_hash
+from .outbox import Delivery, NewRows, count_rows, stable_hash
 from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
 from .telemetry import Activity, Signals, handed_on
 from .tenancy import Tenancy, TenantScoped, session_tenant
 
 MAX_ROUNDS = 100
 
+_Unnumbered = tuple[EventType, str, str, int | None]
+"""An event's type, the type and id of its aggregate, and the version of that."""
+_Hashed = tuple["_Entry", _Unnumbered, int]
+"""With the hash of all that must not differ when an event is recorded twice."""
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
 _LOCK_KEY = text("SELECT pg_advisory_xact_lock(:number)")
 
 
@@ -66,7 +74,7 @@ class Outbox(Protocol):
         """Write rows in the open transaction."""
         ...
 
-    def committed(self, deliveries: list[Delivery], prepared: Any) -> None:
+    def committed(self, rows: NewRows, prepared: Any) -> None:
         """A transaction with these rows has committed."""
         ...
 
@@ -81,38 +89,107 @@ class _Entry(NamedTuple):
     ordered: bool = False
 
     @property
-    def content(self) -> object:
-        """What must not differ when one event is recorded twice."""
-        return self.raised.payload, self.key, id(self.aggregate)
+    def identity(self) -> int:
+        """Which event this is. Foreign classes carry no id: then it is the object itself, which must be kept."""
+        return self.raised.event_id.int if self.is_identified else -id(self.raised.event)
 
     @property
-    def identity(self) -> object:
-        """Which event this is. Foreign classes carry no id: then it is the object itself, which the record keeps."""
-        return self.raised.event_id if isinstance(self.raised.event, Event) else id(self.raised.event)
+    def is_identified(self) -> bool:
+        """Whether the event carries its id."""
+        return isinstance(self.raised.event, Event)
+
+
+def _hashed(entry: _Entry, origin: _Unnumbered) -> _Hashed:
+    return entry, origin, hash((_encode(entry.raised.payload), entry.key, origin[1], origin[2]))
 
 
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "deliveries", "handled", "identities", "refused", "taken_over", "undone")
+    __slots__ = ("aggregates", "committed", "marks", "refused", "rows", "taken_over", "undone")
 
-    def __init__(self) -> None:
-        self.aggregates: dict[int, Aggregate] = {}
-        self.deliveries: list[Delivery] = []
-        self.identities: dict[object, _Entry] = {}  # the entry keeps its event, and so the event's identity
+    def __init__(self, marks: tuple[int, ...]) -> None:
+        self.marks = marks
+        """How much had been written when it began."""
+        self.aggregates: WeakValueDictionary[int, Aggregate] | None = None
+        """Those that have raised something. One with events that are not written is kept by the collector; nothing is
+        to be restored in one that nobody keeps."""
+        self.rows: NewRows = {}
         self.taken_over: list[tuple[Aggregate, list[Raised]]] = []
-        self.handled: set[UUID] = set()
         self.refused = False
         self.committed = False
         self.undone = False
 
+    def touch(self, aggregate: Aggregate) -> None:
+        if self.aggregates is None:
+            self.aggregates = WeakValueDictionary()
+        self.aggregates[id(aggregate)] = aggregate
+
     def absorb(self, inner: _Frame) -> None:
         """A released savepoint becomes part of what surrounds it."""
-        self.aggregates |= inner.aggregates
-        self.deliveries += inner.deliveries
-        self.identities |= inner.identities
+        for aggregate in inner.touched():
+            self.touch(aggregate)
+        for place, count in inner.rows.items():
+            self.rows[place] = self.rows.get(place, 0) + count
         self.taken_over += inner.taken_over
-        self.handled |= inner.handled
+
+    def touched(self) -> list[Aggregate]:
+        """The aggregates that are still there."""
+        return [] if self.aggregates is None else [*self.aggregates.values()]
+
+
+class _Written:
+    """What the transaction has written, in the order in which it did: a rollback takes back the end of it. Of an event
+    only its id is kept, of its content a hash.
+    """
+
+    __slots__ = ("_foreign", "_hashes", "_ids", "_known", "_routes", "handled")
+
+    def __init__(self) -> None:
+        self._hashes: dict[int, int] = {}
+        """What was recorded of each event, by its identity."""
+        self._foreign: list[object] = []
+        """Events without an id: while they are kept, no other object has their identity."""
+        self._ids: list[int] = []
+        self._routes: list[tuple[int, int]] = []
+        """For each row the id of its event, and its route with its schema version."""
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        self.handled: dict[int, None] = {}
+        """Events that handlers were called with."""
+
+    def marks(self) -> tuple[int, ...]:
+        """How much there is."""
+        return len(self._hashes), len(self._foreign), len(self._ids), len(self.handled)
+
+    def undo(self, marks: tuple[int, ...]) -> None:
+        """Forget what came after these marks."""
+        hashes, foreign, rows, handled = marks
+        while len(self._hashes) > hashes:
+            self._hashes.popitem()
+        while len(self.handled) > handled:
+            self.handled.popitem()
+        del self._foreign[foreign:], self._ids[rows:], self._routes[rows:]
+
+    def hash_of(self, identity: int) -> int | None:
+        """What was recorded of this event, if it was written."""
+        return self._hashes.get(identity)
+
+    def note(self, entries: Iterable[_Hashed]) -> None:
+        """These events were written, or go nowhere."""
+        for entry, _, content in entries:
+            self._hashes[entry.identity] = content
+            if not entry.is_identified:
+                self._foreign.append(entry.raised.event)
+
+    def note_rows(self, deliveries: Sequence[Delivery]) -> None:
+        """These rows were written."""
+        self._ids += [row.event_id.int for row in deliveries]
+        routes = [(row.route, row.schema_version) for row in deliveries]
+        self._routes += [self._known.setdefault(route, route) for route in routes]  # each once in memory
+
+    def rows(self) -> commit.Written:
+        """All rows: event, route and schema version."""
+        return [(UUID(int=number), *route) for number, route in zip(self._ids, self._routes, strict=True)]
 
 
 class Collector:
@@ -128,6 +205,7 @@ class Collector:
         self._published: list[_Entry] = []
         self._plain: list[Aggregate] = []
         self._frames: list[_Frame] = []
+        self._written = _Written()
         self._handle: int | None = None
         self._prepared: Any = None
         self._commit_began: float | None = None
@@ -156,7 +234,7 @@ class Collector:
             return
         self._ensure_begun()
         self._touched[id(aggregate)] = aggregate
-        self._frames[-1].aggregates[id(aggregate)] = aggregate
+        self._frames[-1].touch(aggregate)
 
     def publish(self, event: object, key: str | UUID, tenant: str | None, *, ordered: bool) -> None:
         """Record an event without an aggregate. It is checked now and written by the next flush."""
@@ -187,7 +265,8 @@ class Collector:
         self._touched.pop(id(aggregate), None)
         if not (self._frames and self._frames[-1].undone):  # sent away, not thrown out by a rollback
             for frame in self._frames:
-                frame.aggregates.pop(id(aggregate), None)
+                if frame.aggregates is not None:
+                    frame.aggregates.pop(id(aggregate), None)
 
     def let_go(self) -> None:
         """The session is closed: plain aggregates, which no session tells about it, are free."""
@@ -239,7 +318,7 @@ class Collector:
             fresh = self._unhandled()
             if not fresh:
                 return
-            self._frames[-1].handled.update(it.event_id for it in fresh)
+            self._written.handled.update((it.event_id.int, None) for it in fresh)
             for it in sorted(fresh, key=lambda it: it.sequence):
                 for handler in self._outbox.inside[it.type.name]:
                     try:
@@ -255,7 +334,7 @@ class Collector:
         raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
         raised += [entry.raised for entry in self._published]
         wanted = [it for it in raised if it.type.name in self._outbox.inside]
-        return [it for it in wanted if not any(it.event_id in frame.handled for frame in self._frames)]
+        return [it for it in wanted if it.event_id.int not in self._written.handled]
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
         if not (iscoroutinefunction(handler) or iscoroutinefunction(getattr(handler, "__call__", None))):  # noqa: B004  it is callable
@@ -285,19 +364,19 @@ class Collector:
             for aggregate in self._touched.values()
             for raised in recorded_by(aggregate).events
         ]
-        entries = self._without_repetitions(sorted(entries + self._published, key=lambda entry: entry.raised.sequence))
-        numbered = zip(entries, origins([self._origin(entry) for entry in entries]), strict=True)
-        wanted = [(entry, origin) for entry, origin in numbered if self._outbox.goes_anywhere(entry.raised)]
-        frame = self._frames[-1]
+        entries = sorted(entries + self._published, key=lambda entry: entry.raised.sequence)
+        fresh = self._without_repetitions([_hashed(entry, self._origin(entry)) for entry in entries])
+        numbered = zip(fresh, origins([origin for _, origin, _ in fresh]), strict=True)
+        wanted = [(it[0], origin) for it, origin in numbered if self._outbox.goes_anywhere(it[0].raised)]
         if wanted:
-            frame.deliveries += self._append(wanted)
-        frame.identities.update((entry.identity, entry) for entry in entries)
+            self._append(wanted)
+        self._written.note(fresh)
         for aggregate in self._touched.values():
             recorded_by(aggregate).events.clear()
         self._touched.clear()
         self._published.clear()
 
-    def _origin(self, entry: _Entry) -> tuple[EventType, str, str, int | None]:
+    def _origin(self, entry: _Entry) -> _Unnumbered:
         kind, aggregate = entry.raised.type, entry.aggregate
         if aggregate is None:
             return kind, default_aggregate_type(kind.name), entry.key, None
@@ -312,37 +391,38 @@ class Collector:
         """Whether the session knows the object as a row. Its own flags still call one deleted that was added again."""
         return state.key is not None and self.session.identity_map.get(state.key) is state.obj()
 
-    def _without_repetitions(self, entries: list[_Entry]) -> list[_Entry]:
+    def _without_repetitions(self, entries: list[_Hashed]) -> list[_Hashed]:
         """An event that is recorded twice is written once. Two events with one id are a mistake."""
-        seen = {identity: entry for frame in self._frames for identity, entry in frame.identities.items()}
-        if len(entries) == 1 and not seen:
-            return entries
-        new = []
-        for entry in entries:
-            if entry.identity not in seen:
-                seen[entry.identity] = entry
-                new.append(entry)
-            elif seen[entry.identity].content != entry.content:
+        new: dict[int, int] = {}
+        fresh = []
+        for it in entries:
+            identity, content = it[0].identity, it[2]
+            known = self._written.hash_of(identity)
+            if known is None:
+                known = new.get(identity)
+            if known is None:
+                new[identity] = content
+                fresh.append(it)
+            elif known != content:
                 raise DuplicateEventError(
-                    f"the event id {entry.raised.event_id} was recorded twice in this transaction, "
+                    f"the event id {it[0].raised.event_id} was recorded twice in this transaction, "
                     "with another content, key or aggregate: make a new event"
                 )
-        return new
+        return fresh
 
-    def _append(self, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
+    def _append(self, wanted: list[tuple[_Entry, Origin]]) -> None:
         connection = self._connection()
         prepared = self._outbox.prepare(connection)
         # In a transaction that belongs to somebody else our commit may still be undone.
         self._prepared = None if isinstance(self.session.get_bind(), Connection) else prepared
         if self._outbox.signals.traces:
-            deliveries = self._append_traced(connection, wanted)
+            self._append_traced(connection, wanted)
         else:
-            deliveries = self._append_rows(connection, wanted)
+            self._append_rows(connection, wanted)
         if self._handle is None:
-            self._handle = commit.remember(connection.connection, self._written)
-        return deliveries
+            self._handle = commit.remember(connection.connection, self._written.rows)
 
-    def _append_rows(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
+    def _append_rows(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
         deliveries = [
             row
             for entry, origin in wanted
@@ -354,9 +434,10 @@ class Collector:
         except BaseException:
             commit.doubt(connection)  # rows may go by the driver, where SQLAlchemy tells nobody of an error
             raise
-        return deliveries
+        self._written.note_rows(deliveries)
+        count_rows(deliveries, self._frames[-1].rows)
 
-    def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> list[Delivery]:
+    def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
         raised = [entry.raised for entry, _ in wanted]
         activity = Activity(
             telemetry.APPEND,
@@ -374,7 +455,7 @@ class Collector:
         )
         with self._outbox.signals.during(activity):
             contexts = [handed_on(it.context, activity) for it in raised]
-            return self._append_rows(
+            self._append_rows(
                 connection,
                 [
                     (entry._replace(raised=replace(entry.raised, context=context)), origin)
@@ -401,9 +482,6 @@ class Collector:
             for number in sorted({stable_hash(f"{self._tenant_of(entry) or ''}\n{entry.key}") for entry in entries}):
                 connection.execute(_LOCK_KEY, {"number": number})
 
-    def _written(self) -> commit.Written:
-        return [(row.event_id, row.route, row.schema_version) for frame in self._frames for row in frame.deliveries]
-
     def _tenant_of(self, entry: _Entry) -> str | None:
         tenancy, session, raised = self._outbox.tenancy, self.session, entry.raised
         owner = entry.aggregate.tenant_id if isinstance(entry.aggregate, TenantScoped) else None
@@ -418,7 +496,7 @@ class Collector:
     def begun(self) -> None:
         if not self._frames:
             self.committed = False
-        self._frames.append(_Frame())
+        self._frames.append(_Frame(self._written.marks()))
 
     def commit_begins(self) -> None:
         """Called only if somebody wants to know how long it takes."""
@@ -446,9 +524,9 @@ class Collector:
             self._forget(frame)
         elif self._frames:
             self._frames[-1].absorb(frame)
-        for aggregate in frame.aggregates.values() if not self._frames else ():
-            recorded_by(aggregate).before = ()
         if not self._frames:
+            for aggregate in frame.touched():
+                recorded_by(aggregate).before = ()
             self._end(frame)
 
     def _end(self, frame: _Frame) -> None:
@@ -458,10 +536,11 @@ class Collector:
             self._handle = None
         if self._outbox.signals:
             # In a transaction that belongs to somebody else nothing was committed yet.
-            ours = frame.deliveries and self._prepared is not None
+            ours = frame.rows and self._prepared is not None
             self._tell(unknown=unknown, took=self._commit_took if ours else None)
-        if frame.committed and frame.deliveries:
-            self._outbox.committed(frame.deliveries, self._prepared)
+        self._written = _Written()
+        if frame.committed and frame.rows:
+            self._outbox.committed(frame.rows, self._prepared)
 
     def _tell(self, *, unknown: bool, took: float | None) -> None:
         if unknown:
@@ -473,13 +552,14 @@ class Collector:
     def _forget(self, frame: _Frame) -> None:
         for given, events in frame.taken_over:
             recorded_by(given).events[:0] = events
-        for aggregate in frame.aggregates.values():
+        for aggregate in frame.touched():
             recorded = recorded_by(aggregate)
             if recorded.collector not in (None, self):
                 continue  # it has moved on to another session
             state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
             again = state is None or state.transient
             recorded.events = list(recorded.before) if again else []
+        self._written.undo(frame.marks)
         self.rolled_back()
 
 

@@ -124,6 +124,18 @@ class LaneName(NamedTuple):
     shard: int
 
 
+NewRows = dict[tuple[LaneName, str | None], int]
+"""How many rows a transaction has written, by lane and tenant."""
+
+
+def count_rows(deliveries: Iterable[Delivery], rows: NewRows) -> NewRows:
+    """Count more of them."""
+    for row in deliveries:
+        place = LaneName(row.route, row.shard), row.tenant
+        rows[place] = rows.get(place, 0) + 1
+    return rows
+
+
 Shards = Mapping[int, Collection[int]]
 """Some shards of some routes, by a route's id."""
 

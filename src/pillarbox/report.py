@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from . import clock, telemetry
-from .outbox import Delivery, Lane, Row
+from .outbox import Lane, NewRows, Row
 from .redaction import redacted
 from .telemetry import Activity, Signals, trace_id
 from .transport import Message, Outcome, Verdict
@@ -233,9 +233,11 @@ class Report:
         )
 
 
-def count_new(signals: Signals, deliveries: Sequence[Delivery], routes: Mapping[int, str]) -> None:
+def count_new(signals: Signals, rows: NewRows, routes: Mapping[int, str]) -> None:
     """A transaction with these has committed."""
-    new = Counter((each.route, each.tenant if signals.by_tenant else None) for each in deliveries)
+    new: Counter[tuple[int, str | None]] = Counter()
+    for (lane, tenant), amount in rows.items():
+        new[lane.route, tenant if signals.by_tenant else None] += amount
     for (route, tenant), amount in new.items():
         signals.count(telemetry.NEW, (routes.get(route, ""),), amount, tenant)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
+import tracemalloc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
 from typing import Any
 from uuid import uuid4
 
@@ -756,6 +759,104 @@ class Truck(Vehicle):
     id: Mapped[int] = mapped_column(ForeignKey("test_vehicles.id"), primary_key=True)
     load: Mapped[int]
     __mapper_args__ = {"polymorphic_identity": "truck"}  # noqa: RUF012  SQLAlchemy's way
+
+
+class TestManyFlushes:
+    """H125: what a transaction has written costs it neither time nor memory, but for ids."""
+
+    @staticmethod
+    def _work_of(flush: Callable[[], None]) -> int:
+        """How many instructions of our own it takes: unlike the time, always the same."""
+        count = 0
+
+        def trace(frame: FrameType, kind: str, _argument: object) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = "pillarbox" in frame.f_code.co_filename
+            count += kind == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            flush()
+        finally:
+            sys.settrace(before)
+        return count
+
+    @pytest.mark.parametrize("savepoints", [False, True])
+    async def test_h125_a_late_flush_costs_what_an_early_one_costs(
+        self, sqlite_database: Database, savepoints: bool
+    ) -> None:
+        async with order_box(sqlite_database.url()) as box:
+            await set_up(box)
+            engine = create_engine(sqlite_database.url("pysqlite"))
+            costs = []
+            with box.bind(sessionmaker(engine))() as session:
+                for number in range(40):
+                    savepoint = session.begin_nested() if savepoints else None
+                    for key in range(10):
+                        box.publish(session, OrderNoted(note=f"{number}"), key=f"k{key}")
+                    costs.append(self._work_of(session.flush))
+                    if savepoint is not None:
+                        savepoint.commit()
+                session.commit()
+            engine.dispose()
+            assert len(await written(box.engine)) == 400
+        assert max(costs[-5:]) <= 1.02 * min(costs[2:7])
+
+    async def test_h125_only_ids_are_kept_of_what_is_written(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            for number in range(12):
+                if number == 2:  # all that is made once is there
+                    gc.collect()
+                    tracemalloc.start()
+                for key in range(100):
+                    uow.publish(OrderNoted(note=f"{number}".ljust(1_000)), key=f"k{key}")
+                await uow.flush()
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert kept < 1_000 * 400
+        assert len(await written(one_box.engine)) == 1_200
+
+    async def test_h125_an_aggregate_that_nobody_holds_is_free_when_its_events_are_written(
+        self, one_box: Pillarbox
+    ) -> None:
+        async with one_box.unit_of_work() as uow:
+            uow.add(order := Order.place())
+            seen = weakref.ref(order)
+            await uow.flush()
+            del order
+            gc.collect()
+            assert seen() is None
+        assert await written(one_box.engine) == ["placed"]
+
+    async def test_h125_a_repetition_is_known_many_flushes_later_unless_a_savepoint_took_it_back(
+        self, box: Pillarbox
+    ) -> None:
+        kept, undone = OrderNoted(note="kept"), OrderNoted(note="undone")
+        async with box.unit_of_work() as uow:
+            uow.publish(kept, key="k")
+            await uow.flush()
+            with pytest.raises(RuntimeError):
+                async with uow.nested():
+                    uow.publish(undone, key="k")
+                    await uow.flush()
+                    async with uow.nested():
+                        uow.publish(OrderNoted(note="released, and undone with the rest"), key="k")
+                    raise RuntimeError
+            async with uow.nested():
+                uow.publish(kept, key="k")
+                uow.publish(undone, key="k")
+            uow.publish(undone, key="k")
+            await uow.flush()
+            uow.publish(OrderNoted(note="other", event_id=kept.event_id), key="k")
+            with pytest.raises(DuplicateEventError, match="recorded twice"):
+                await uow.flush()
+            await uow.rollback()
+            uow.publish(kept, key="k")
+            uow.publish(undone, key="k")
+        assert await written(box.engine) == ["noted", "noted"]
 
 
 class TestOrder:

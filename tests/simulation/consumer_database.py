@@ -18,7 +18,7 @@ from pillarbox.codecs import Codecs
 from pillarbox.consumers.home import Home
 from pillarbox.errors import CommitOutcomeUnknown
 from pillarbox.inbox import Letter
-from pillarbox.outbox import Delivery
+from pillarbox.outbox import Delivery, NewRows
 from pillarbox.route import Router
 from pillarbox.telemetry import SILENT
 from pillarbox.transport import Capabilities
@@ -241,7 +241,7 @@ class SimulatedHome:
         for delivery in deliveries:
             transaction.record(DEAD_LETTER, int(delivery.headers[MARK]))
 
-    def committed(self, _deliveries: Sequence[Delivery], _prepared: None) -> None:
+    def committed(self, _rows: NewRows, _prepared: None) -> None:
         """No relay waits for them."""
 
 

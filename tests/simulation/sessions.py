@@ -20,7 +20,7 @@ from pillarbox.aggregate import Aggregate
 from pillarbox.codecs import Codecs
 from pillarbox.commit import guard_commits
 from pillarbox.event import IntegrationEvent, Raised
-from pillarbox.outbox import Delivery, Key
+from pillarbox.outbox import Delivery, Key, NewRows
 from pillarbox.route import Origin, Route, Router
 from pillarbox.stores import sqlite
 from pillarbox.stores.append import Appender
@@ -83,7 +83,7 @@ class _Outbox:
     def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
         self._appender.append(connection, deliveries)
 
-    def committed(self, deliveries: list[Delivery], prepared: None) -> None:
+    def committed(self, rows: NewRows, prepared: None) -> None:
         """Nobody is to be told."""
 
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..codecs import Codecs
-from ..outbox import Delivery
+from ..outbox import Delivery, NewRows
 from ..relay import Relay
 from ..route import Router
 from ..telemetry import Signals
@@ -33,7 +33,7 @@ class Posts(Protocol):
         """Write them, in the connection's transaction."""
         ...
 
-    def committed(self, deliveries: list[Delivery], prepared: Any) -> None:
+    def committed(self, rows: NewRows, prepared: Any) -> None:
         """It has committed."""
         ...
 

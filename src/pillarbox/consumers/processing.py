@@ -40,7 +40,7 @@ from ..inbox import (
     Redriven,
     digest_of,
 )
-from ..outbox import Delivery
+from ..outbox import Delivery, count_rows
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..transport import Message
@@ -334,7 +334,7 @@ class Processor:
         """Write letters, each once, and what goes to the dead-letter topic, in one transaction."""
         written, deliveries, prepared = await self._home.apart(self._write_letters, unfit)
         if deliveries:
-            self._home.posts.committed(deliveries, prepared)
+            self._home.posts.committed(count_rows(deliveries, {}), prepared)
         for letter in written:
             self._report.letter(letter)
 
