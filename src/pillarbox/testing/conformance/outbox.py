@@ -264,6 +264,19 @@ class OutboxStoreContract:
         assert (successor.name, successor.tries) == (lane.name, 0)
         assert [row.id for _, row in await world.store.rebuild(successor)] == [rows[0].id]
 
+    async def test_h121_an_owner_that_releases_late_was_only_slow_and_its_batch_does_not_count(
+        self, world: World
+    ) -> None:
+        rows, slow = await self.filled(world, "a", lease=0.05)
+        slow = await world.announce(slow, Batch(items=[rows[0].id]), settle=False)
+        successor = await self.lane(world, "r2", lease=0.05)
+        assert successor.tries == 1
+        await world.store.release("r1", [slow])
+        third = await self.lane(world, "r3")
+        assert third.tries == 1  # for the second owner, of which nothing was heard
+        assert [row.id for _, row in await world.store.rebuild(third)] == [rows[0].id]
+        assert (await world.store.settle(third)).tries == 0
+
     async def test_whoever_has_released_a_lane_can_write_nothing_any_more(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
         await world.store.release("r1", [lane])
@@ -842,6 +855,14 @@ class OutboxStoreContract:
         assert [row.id for _, row in await world.store.rebuild(lane)] == [rows[0].id]
         lane = await world.store.settle(await world.store.amend(lane, [Failure(rows[0].id, 1, "no", 600.0)]))
         assert (await world.store.poll(lane, limit=10)).requests == (asked,)
+
+    async def test_h120_requests_about_rows_on_their_way_are_known(self, world: World) -> None:
+        rows, lane = await self.filled(world, "a", "b", "c")
+        lane = await world.announce(lane, Batch(items=[row.id for row in rows]), settle=False)
+        await world.request(rows[1].id, "discard")
+        await world.request(rows[1].id, "redrive")
+        assert await world.store.asked(lane, [row.id for row in rows]) == {rows[1].id}
+        assert await world.store.asked(lane, [rows[0].id]) == frozenset()
 
     async def test_a_request_about_a_row_that_was_sent_does_nothing_and_is_gone(self, world: World) -> None:
         rows, lane = await self.filled(world, "a")
