@@ -296,8 +296,8 @@ def health(box: Pillarbox) -> APIRouter:
 
     Live: the process answers, and what runs inside it, relay, consumers and projections, has not died; a relay has
     lately tried to see to its leases, too. Else only a restart helps.
-    Ready: the database answers, the relay has lately seen to its leases and no topic rejects everything, and the sources
-    of consumers are available.
+    Ready: the database answers, the relay has lately seen to its leases and no topic rejects everything, and the
+    sources of consumers are available.
     """
     router = APIRouter(include_in_schema=False)
 
