@@ -30,6 +30,7 @@ class Sizes:
     backlog: int = 1_000_000
     backlog_first: int = 100_000
     late: int = 1_000_000
+    discard: int = 60_000
     crowd: int = 1_000_000
     crowd_seconds: float = 20.0
     consume: int = 40_000
@@ -57,6 +58,7 @@ QUICK = Sizes(
     backlog=50_000,
     backlog_first=10_000,
     late=50_000,
+    discard=5_000,
     crowd=20_000,
     crowd_seconds=2.0,
     consume=10_000,

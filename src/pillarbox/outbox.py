@@ -202,8 +202,6 @@ class Lane(msgspec.Struct, frozen=True):
     """How far the lane has come, where that is not kept with each row. Only the store understands it."""
     detours: Mapping[str, Any] | None = None
     """The tenants that the lane passes over, and how far each of them has come; None if the store knows no detours."""
-    discarded: frozenset[Ahead] = frozenset()
-    """Rows ahead of the cursor that are never to be sent."""
 
     @property
     def name(self) -> LaneName:

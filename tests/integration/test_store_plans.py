@@ -17,11 +17,11 @@ from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Failure
-from pillarbox.stores import rebase, sqlite, store_on
+from pillarbox.outbox import Batch, Failure, Lane
+from pillarbox.stores import operations, rebase, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.identity import renew
-from pillarbox.stores.inspection import backlog, lead_to_indexes, unsent
+from pillarbox.stores.inspection import Filter, backlog, lead_to_indexes, unsent
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.queue import QueueStore
@@ -232,6 +232,85 @@ async def test_h117_foreign_numbers_are_found_by_an_index(fresh_database: FreshD
     assert re.search(r"Limit .*\n +-> +Index Scan using uq_pillarbox_outbox_event", plan), plan
     assert "Seq Scan" not in plan, plan
     await engine.dispose()
+
+
+async def _alone(fresh_database: FreshDatabase, *keys: str) -> tuple[LogStore, Lane]:
+    """A lane of a log with these rows, in our hands."""
+    store = LogStore(create_async_engine(fresh_database("embedded").url()))
+    async with store._engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(store.register, [ROUTE])
+        await connection.run_sync(store.append, [delivery(key) for key in keys])
+    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    return store, lane
+
+
+async def test_h122_only_keys_that_wait_leave_the_fast_path(fresh_database: FreshDatabase) -> None:
+    """Beside rows that wait, a turn of other keys is two statements, and a retry that is due is found all the same."""
+    store, lane = await _alone(fresh_database, "dead", "later", *(f"k{index}" for index in range(20)))
+    page = await store.poll(lane, limit=2)
+    failures = [Failure(page.fresh[0].id, 5, "no", None), Failure(page.fresh[1].id, 1, "not yet", 3600.0)]
+    lane = await store.announce(lane, Batch(failures=failures, cursor=page.cursor), settle=False)
+    assert len(lane.waiting) == 2
+    with _recorded(store._engine, of="pillarbox_") as statements:
+        for number in range(4):
+            page = await store.poll(lane, limit=5)
+            batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+            assert (page.redo, len(batch.items)) == ((), 5)
+            lane = await store.announce(lane, batch, settle=number > 0)
+        lane = await store.settle(lane)
+    assert len(statements) == 4 * 2 + 1
+    await _run(store._engine, "UPDATE pillarbox_failures SET available_at = now() WHERE status = 'RETRYING'")
+    page = await store.poll(lane, limit=5)
+    assert [row.key for row in page.redo] == ["later"]
+    lane = await store.announce(lane, Batch([row.id for row in page.redo], cursor=page.cursor), settle=False)
+    lane = await store.settle(lane)
+    assert [key.key for key in lane.waiting] == ["dead"]
+    await store._engine.dispose()
+
+
+async def test_h123_what_was_discarded_is_passed_in_turns_that_are_all_alike(fresh_database: FreshDatabase) -> None:
+    rows, limit = 600, 50
+    store, lane = await _alone(fresh_database, *(f"k{index}" for index in range(rows + 3)))
+    engine = store._engine
+    first, *_ = (await store.poll(lane, limit=1)).fresh
+    kept = {first.id + 10, first.id + rows + 1, first.id + rows + 2}
+    await _run(
+        engine,
+        "INSERT INTO pillarbox_requests (route, shard, row_id, action, audit) "
+        f"SELECT route, shard, id, 'discard', 0 FROM pillarbox_outbox WHERE id <> ALL (ARRAY{sorted(kept)})",
+    )
+    turns, sent = list[int](), list[int]()
+    while True:
+        with _recorded(engine, of="pillarbox_") as statements:
+            page = await store.poll(lane, limit=limit)
+            items = [] if page.requests else [row.id for row in page.fresh]
+            if not (items or page.requests or page.passed):
+                break
+            batch = Batch(items, requests=page.requests, cursor=None if page.requests else page.cursor)
+            lane = await store.announce(lane, batch, settle=lane.announced is not None)
+        for _, parameters in statements:
+            assert max((len(it) for it in parameters if isinstance(it, list)), default=0) <= limit
+        if items:
+            assert [row.id for _, row in await store.rebuild(lane)] == items
+        sent += items
+        turns.append(len(statements))
+    assert sent == sorted(kept)
+    assert len(turns) == 2 * rows / limit + 1
+    assert max(turns) <= 11
+    await engine.dispose()
+
+
+async def test_h123_a_run_of_requests_goes_through_all_deliveries_once(fresh_database: FreshDatabase) -> None:
+    store, _ = await _alone(fresh_database, *(f"k{index}" for index in range(30)))
+    selection = operations.Selection(operations.Action.DISCARD, Filter(route=ROUTE.name))
+    run = operations.Run()
+    with _recorded(store._engine, of="outbox_events") as statements:
+        for _ in range(3):
+            async with store._engine.begin() as connection:
+                run = await connection.run_sync(operations.request, selection, Author("anna", "a flood"), run, 10)
+    assert (run.requested, len(statements)) == (30, 1)
+    await store._engine.dispose()
 
 
 _MANY = (

@@ -173,10 +173,10 @@ class Failures:
 
     # -- what people ask for -------------------------------------------------------------------------------------------
 
-    def carry_out(self, following: Lane, ids: Sequence[int]) -> Lane:
+    def carry_out(self, following: Lane, ids: Sequence[int]) -> None:
         """Do what was asked, in that order. A row that is being sent keeps its request."""
         if not ids:
-            return following
+            return
         here = (requests.c.route == self._lane.route.id, requests.c.shard == self._lane.shard)
         found = self._connection.execute(
             select(requests).where(*here, requests.c.id.in_(ids)).order_by(requests.c.id)
@@ -196,22 +196,18 @@ class Failures:
             if action == "redrive":
                 self._connection.execute(sql.REDRIVE, {**self._place, "ids": rows})
             elif action == "discard":
-                following = self._discard(following, rows)
+                self._discard(following, rows)
         if asked:
             self._connection.execute(delete(requests).where(requests.c.id.in_([request.id for request in asked])))
         self._touched |= {known[request.row_id].key for request in asked if request.row_id in known}
-        return following
 
-    def _discard(self, lane: Lane, rows: Sequence[int]) -> Lane:
+    def _discard(self, lane: Lane, rows: Sequence[int]) -> None:
         before = self._failed(rows)
-        ahead = {row for row in rows if row not in before and not self._is_passed(lane, self._known[row])}
-        attempts = dict.fromkeys(ahead, 0) | {
-            row: failed.attempts for row, failed in before.items() if failed.status in _WAITING
-        }
+        attempts = {row: 0 for row in rows if row not in before and not self._is_passed(lane, self._known[row])}
+        attempts |= {row: failed.attempts for row, failed in before.items() if failed.status in _WAITING}
         self._write(
             [(row, *self._known[row].key, Status.DISCARDED, count, None, None) for row, count in attempts.items()]
         )
-        return replace(lane, discarded=lane.discarded | {self._known[row].ahead for row in ahead})
 
     def _is_passed(self, lane: Lane, row: Known) -> bool:
         return position(lane, detour_of(lane, row.key.tenant)).covers(row.at)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,11 +23,11 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..cursor import Cursor, RowAt, Snapshot, Window
+from ..cursor import Cursor, Snapshot, Window
 from ..errors import LaneHaltedError, StoreError
-from ..outbox import Ahead, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
+from ..outbox import Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
-from .announced import Contents, contents_of, detour_of, encode_detours, moved, position, settled, settled_at
+from .announced import Contents, contents_of, encode_detours, moved, position, settled, settled_at
 from .append import Appender
 from .failures import Failures, decode_headers, place, row_of
 from .leases import Leases, confirm, fenced, lease_lost, stored, with_keys
@@ -35,12 +36,14 @@ from .statement import DirectStatement
 
 logger = logging.getLogger("pillarbox")
 
-_LOOK, _REQUEST, _REACHED = 2, 3, 4
+_LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
 
 SCAN = 20_000
 """How many rows a look goes through at most, where some of them are not for it."""
 _WORTH_A_WRITE = 1_000
 """A detour that finds nothing moves on when this many rows, or more, lay between."""
+_AT_ONCE = 500
+"""How many rows of a detour are looked at together, to see whether any of them is to be sent."""
 
 
 class LogStore(Appender, Leases):
@@ -65,13 +68,7 @@ class LogStore(Appender, Leases):
 
     def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
         names = {"routes": [lane.route.id for lane in taken], "shards": [lane.shard for lane in taken]}
-        discarded: dict[LaneName, set[Ahead]] = {}
-        for route, shard, row, xid, tenant in connection.execute(sql.DISCARDED, names):
-            discarded.setdefault(LaneName(route, shard), set()).add(Ahead(RowAt(row, xid or 0), tenant))
-        return [
-            replace(lane, discarded=frozenset(discarded.get(lane.name, ())))
-            for lane in with_keys(taken, connection.execute(sql.WAITING, names))
-        ]
+        return with_keys(taken, connection.execute(sql.WAITING, names))
 
     def _check(self, guards: Any) -> None:
         """Refuse a database in which a cursor would mean something else than it meant when it was written."""
@@ -125,12 +122,13 @@ class LogStore(Appender, Leases):
             raise
 
     async def _look(self, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
-        if self._rows.at_a_glance and not (lane.waiting or lane.detours or paused or detour):
+        found: _Found | None = None
+        if self._rows.at_a_glance and not (lane.detours or paused or detour):
             found, late = await self._glance(lane, room)
-            if found is not None and not found.asked:
+            if found is not None and not (found.asked or found.in_book or (found.due and lane.waiting)):
                 return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)
             room = room._replace(late=late)
-        return await self.each_alone(_poll, lane, room, paused, detour)
+        return await self.each_alone(_poll, lane, room, paused, detour, found)
 
     async def _glance(self, lane: Lane, room: _Room) -> tuple[_Found | None, bool | None]:
         start = position(lane)
@@ -149,7 +147,7 @@ class LogStore(Appender, Leases):
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         lane.check_announced(wanted=settle)
         following, skipped = _following(lane, batch)
-        if not (lane.waiting or skipped or batch.failures or batch.parked or batch.requests):
+        if not (_redone(lane) or skipped or batch.failures or batch.parked or batch.requests):
             await self._write_at_once(lane, following, batch.cursor, relaxed=batch.relaxed)
             return following
         return await self.all_or_nothing(_announce, lane, following, batch, skipped)
@@ -175,7 +173,7 @@ class LogStore(Appender, Leases):
     async def settle(self, lane: Lane) -> Lane:
         lane.check_announced()
         following = settled(lane)
-        if not lane.waiting:
+        if not _redone(lane):
             await self._write_at_once(lane, following)
             return following
         return await self.all_or_nothing(_settle, lane, following)
@@ -241,6 +239,8 @@ class Look(msgspec.Struct, frozen=True):
     """Where we looked. After a failover others may use the numbers that we have seen."""
     detour: str | None = None
     """Whose rows they are, if it was a detour."""
+    discarded: frozenset[int] = frozenset()
+    """Those of the rows that are never to be sent."""
 
 
 class RowReader:
@@ -280,13 +280,24 @@ class _Found(msgspec.Struct, frozen=True):
     passed: bool
     """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
     in_a_crowd: bool = False
+    due: bool = True
+    """Whether failed rows may be due, as far as was looked."""
+    in_book: bool = False
+    """Whether some of the rows may have been discarded."""
 
 
-def _poll(connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
-    redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused)) if lane.waiting else ()
-    if detour is not None and not _may_find(lane, detour):
+def _poll(  # noqa: PLR0917  what one statement asks
+    connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None, found: _Found | None
+) -> Page:
+    if found is not None:
+        found = _without_discarded(found, connection, lane)
+    elif detour is None or _may_find(lane, detour):
+        found = _look(connection, lane, detour, room)
+    redo: tuple[Row, ...] = ()
+    if lane.waiting and (found is None or found.due):
+        redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused))
+    if found is None:
         return Page(redo=redo, fresh=())
-    found = _look(connection, lane, detour, room)
     held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
     asked = found.asked
     if asked and (contents := contents_of(lane)) is not None:
@@ -314,15 +325,26 @@ def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -
     """What comes next, and with it the rows."""
     start = position(lane, detour)
     found = _look_from(start, connection, lane, detour, room)
-    if start.paging is None or found.rows:
+    if start.paging is not None and not found.rows:  # what was left of the late rows goes by a detour
+        behind = Cursor(start.high, start.paging)
+        if detour is None or position(lane).leads(behind):
+            found = _look_from(behind, connection, lane, detour, room)
+        else:
+            found = replace(found, look=replace(found.look, window=Window(behind, behind.seen)))
+        found = replace(found, passed=True)
+    return _without_discarded(found, connection, lane)
+
+
+def _without_discarded(found: _Found, connection: Connection, lane: Lane) -> _Found:
+    """What was found, without the rows that are never to be sent: the cursor passes over them."""
+    if not found.in_book:
         return found
-    # What was left of the late rows has been discarded, or goes by a detour.
-    behind = Cursor(start.high, start.paging)
-    if detour is None or position(lane).leads(behind):
-        found = _look_from(behind, connection, lane, detour, room)
-    else:
-        found = replace(found, look=replace(found.look, window=Window(behind, behind.seen)))
-    return replace(found, passed=True)
+    asked = {"route": lane.route.id, "shard": lane.shard, "ids": [row.id for row in found.rows]}
+    discarded = frozenset(row for (row,) in sql.DISCARDED.fetch(connection, asked))
+    if not discarded:
+        return found
+    rows = [row for row in found.rows if row.id not in discarded]
+    return replace(found, look=replace(found.look, discarded=discarded), rows=rows, passed=True)
 
 
 def _question(start: Cursor, lane: Lane, room: _Room) -> dict[str, Any]:
@@ -332,7 +354,6 @@ def _question(start: Cursor, lane: Lane, room: _Room) -> dict[str, Any]:
         "high": start.high,
         "limit": room.limit,
         "max_bytes": room.max_bytes,
-        "discarded": sorted(row.at.id for row in lane.discarded),
         "xmax": str(start.seen.xmax),
         "running": [str(xid) for xid in start.seen.running],
     }
@@ -367,7 +388,7 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
     if main is not None:
         snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
     if count <= limit:
-        return window.of(found, snapshot, xids, passed=late or False)  # they may all have been discarded
+        return window.of(found, snapshot, xids)
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
     more = connection.execute(sql.LATE_XIDS, {**parameters, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
@@ -415,11 +436,9 @@ class _Looked(msgspec.Struct, frozen=True):
         late, snapshot, _ = self.check(found)
         if late is not None or _lacks_bodies(found):
             return None, late is not None
-        return self.of(found, snapshot), False
+        return replace(self.of(found, snapshot), due=any(values[0] == _DUE for values in found)), False
 
-    def of(
-        self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = (), *, passed: bool = False
-    ) -> _Found:
+    def of(self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = ()) -> _Found:
         """What was found, as far as a batch takes it."""
         rows = [
             Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
@@ -447,15 +466,17 @@ class _Looked(msgspec.Struct, frozen=True):
             reach=0 if cut or more else reach,
         )
         step = 1 if self.detour is None else _WORTH_A_WRITE
-        passed = passed or self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
+        passed = self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
         if not rows:
             passed = passed or passed_late is not None or reach >= self.start.high + step
+        in_book = next((values[1] for values in found if values[0] == _IN_BOOK), None)
         return _Found(
             Look(window, server, self.detour),
             rows,
             {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
             passed,
             in_a_crowd=seen >= SCAN and not rows,
+            in_book=late > 0 or (bool(rows) and in_book is not None and in_book <= rows[-1].id),
         )
 
 
@@ -493,6 +514,11 @@ def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
+def _redone(lane: Lane) -> bool:
+    """Whether failed rows are among what is announced: the book has something about them."""
+    return lane.announced is not None and bool(lane.announced.details.get("redo"))
+
+
 def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     """The lane once the batch is announced, and the rows that its cursor passes without sending them."""
     look: Look | None = batch.cursor
@@ -506,15 +532,14 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
     else:
         sent = {*items}
         dealt = {*items, *batch.parked, *(failure.row for failure in batch.failures)}
+        if look is not None and (gone := look.discarded):
+            dealt.update(takewhile(lambda row: row in dealt or row in gone, natural))
         to = reached if look is None else window.dealt_with(dealt)
         passed = [row for row in natural if row in dealt]
         skipped = tuple(row for row in passed if row not in sent)
         redo = tuple(sorted(sent.difference(passed)))
         natural = (*redo, *(row for row in passed if row in sent))
-    discarded = {row for row in lane.discarded if detour_of(lane, row.tenant) == detour and to.covers(row.at)}
     following = replace(settled(lane), batch=lane.batch + 1, tries=0)
-    if discarded:  # then they are behind us
-        following = replace(following, discarded=lane.discarded - discarded)
     if not items:
         return moved(following, detour, to), skipped
     first = lane.next_number
@@ -523,7 +548,7 @@ def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
         start=None if window.start == reached else str(window.start),
         detour=detour,
         redo=redo,
-        skip=(*skipped, *sorted(row.at.id for row in discarded)),
+        skip=skipped,
     )
     announced = Announcement(
         first,
@@ -583,7 +608,8 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch,
     failures.settle()
     failures.fail(batch.failures, skipped)
     failures.park(batch.parked, skipped)
-    return failures.after(failures.carry_out(following, batch.requests))
+    failures.carry_out(following, batch.requests)
+    return failures.after(following)
 
 
 def _write(connection: Connection, lane: Lane, following: Lane) -> None:
@@ -629,12 +655,12 @@ def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
     """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for it."""
     main, at = settled_at(lane), settled_at(lane, detour)
     while main.has_passed(at):
-        found = _look(connection, lane, detour, _Room(1, 1, RowReader()))
+        found = _look(connection, lane, detour, _Room(_AT_ONCE, 1_048_576, RowReader()))
         if found.rows:
             return False
         if not found.passed:
             return True
-        lane = moved(lane, detour, at := found.look.window.after(0))
+        lane = moved(lane, detour, at := found.look.window.dealt_with(found.look.discarded))
     return False
 
 

@@ -43,13 +43,14 @@ def _of_transactions(xids: str, conditions: str) -> str:
     return f"""
         SELECT one.* FROM {xids} AS x(xid) CROSS JOIN LATERAL (
             SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-            WHERE {_LANE} AND o.xid = x.xid AND {conditions} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+            WHERE {_LANE} AND o.xid = x.xid AND {conditions}
             ORDER BY o.id LIMIT {_MOST} + 1
         ) one"""  # noqa: S608  constants
 
 
 # Where we look, and whether we may: a standby's snapshot does not know who is at work on the primary, and rows that a
-# policy hides from us would be passed over for good.
+# policy hides from us would be passed over for good. Then what people ask for, and the first row beyond the cursor that
+# the failure book knows: it was discarded before the lane came to it.
 _WITH_LOOK = """
     UNION ALL
     SELECT 2, {}, NULL, CAST(pg_current_snapshot() AS text), {},
@@ -59,7 +60,12 @@ _WITH_LOOK = """
     UNION ALL
     (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
      FROM pillarbox_requests r WHERE r.route = :route AND r.shard = :shard
-     ORDER BY r.id LIMIT (SELECT CAST(:limit AS bigint)))"""
+     ORDER BY r.id LIMIT (SELECT CAST(:limit AS bigint)))
+    UNION ALL
+    (SELECT 5, f.row_id, NULL, NULL, NULL, NULL, NULL, NULL
+     FROM pillarbox_failures f
+     WHERE f.route = :route AND f.shard = :shard AND f.row_id > (SELECT CAST(:high AS bigint))
+     ORDER BY f.row_id LIMIT 1)"""
 _LOOK = _WITH_LOOK.format(
     "(SELECT count(*) FROM late)", "(SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late)"
 )
@@ -89,12 +95,12 @@ _POLL = f"""
             {_of_transactions(_RUNNING, f"o.id <= {_PASSED}")}
             UNION ALL
             (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED}
              ORDER BY o.xid, o.id LIMIT {_MOST} + 1)
         ) found ORDER BY found.id LIMIT {_MOST} + 1
     ), fresh AS (
         SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-        WHERE {_FRESH} AND o.id > {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        WHERE {_FRESH} AND o.id > {_PASSED}
         ORDER BY o.id LIMIT {_MOST}
     )"""  # noqa: S608  constants
 _PAGE = f"""
@@ -108,7 +114,7 @@ def _fresh_rows(columns: str) -> str:
     return f"""
     (SELECT 1 AS part, {columns} FROM (
         SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-        WHERE {_FRESH} AND o.id > {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        WHERE {_FRESH} AND o.id > {_PASSED}
         ORDER BY o.id LIMIT {_MOST}
     ) fresh)"""  # noqa: S608  constants
 
@@ -123,14 +129,24 @@ _OF_RUNNING = f"""
      ) one LIMIT 1)"""  # noqa: S608  constants
 
 
+# The first row to be tried again, if its time has come: the rows behind it in the index are not looked at.
+_TRY_AGAIN = """
+    UNION ALL
+    SELECT 6, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+    WHERE (SELECT f.available_at FROM pillarbox_failures f
+           WHERE f.route = :route AND f.shard = :shard AND f.status = 'RETRYING'
+           ORDER BY f.available_at LIMIT 1) <= clock_timestamp()"""
+
+
 def _glances(columns: str) -> dict[bool, DirectStatement]:
     rows, late = _fresh_rows(columns), {False: _OF_LATER, True: f"coalesce({_OF_LATER}, {_OF_RUNNING})"}
-    return {running: DirectStatement(text(rows + _WITH_LOOK.format(each, "NULL"))) for running, each in late.items()}
+    rest = {running: _WITH_LOOK.format(each, "NULL") + _TRY_AGAIN for running, each in late.items()}
+    return {running: DirectStatement(text(rows + each)) for running, each in rest.items()}
 
 
 GLANCES = _glances(_SMALL)
-"""The look that is mostly enough: fresh rows, and a late one, if there is any; then one must look again, and closer. By
-whether somebody was at work when the lane last looked."""
+"""The look that is mostly enough: fresh rows, a late one, if there is any, and whether a failed row is due (6); then
+one must look again, and closer. By whether somebody was at work when the lane last looked."""
 GLANCES_AT_PLACES = _glances(_PLACES)
 
 
@@ -164,13 +180,13 @@ _DIVIDED_POLL = f"""
             {_of_transactions(_RUNNING, f"o.id <= {_PASSED} AND {_OURS} AND {_SHOWN}")}
             UNION ALL
             (SELECT {_COLUMNS}, o.xid FROM pillarbox_outbox o
-             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED} AND o.id <> ALL (CAST(:discarded AS bigint[]))
+             WHERE {_LANE} AND o.xid >= {_XMAX} AND o.id <= {_PASSED}
                AND {_OURS} AND {_SHOWN}
              ORDER BY o.xid, o.id LIMIT {_MOST} + 1)
         ) found ORDER BY found.id LIMIT {_MOST} + 1
     ), fresh AS MATERIALIZED (
         SELECT {_COLUMNS}, o.xid FROM ({_LOOKED_AT.format("o.*")}) o
-        WHERE {_OURS} AND (o.xid IS NULL OR {_SHOWN}) AND o.id <> ALL (CAST(:discarded AS bigint[]))
+        WHERE {_OURS} AND (o.xid IS NULL OR {_SHOWN})
         ORDER BY o.id LIMIT {_MOST}
     )"""  # noqa: S608  constants
 _DIVIDED_PAGE = f"""
@@ -199,7 +215,7 @@ _LATE_ROWS = " SELECT 0 AS part, {0} FROM late"
 _BOTH = _LATE_ROWS + " UNION ALL SELECT 1, {0} FROM fresh"  # noqa: S608  constants
 POLL = _looks(_POLL, _BOTH, _LOOK)
 """A look: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions, and whether we
-may look at all (2), and people's requests (3)."""
+may look at all (2), people's requests (3), and the first row beyond the cursor that was discarded (5)."""
 PAGE = _looks(_PAGE, _LATE_ROWS, _LOOK)
 """The next page of late rows."""
 DIVIDED_POLL = _looks(_DIVIDED_POLL, _BOTH, _LOOK + _REACHED)
@@ -253,7 +269,7 @@ BETWEEN = text(
 )
 """The rows of a batch: what one cursor covers and the one before it does not."""
 
-_DUE = """f.status = 'RETRYING' AND f.available_at <= clock_timestamp()"""
+_DUE = """f.status = 'RETRYING' AND f.available_at <= (SELECT clock_timestamp())"""
 _FAILURE = "f.route = :route AND f.shard = :shard"
 _PARKS = "CAST(:parks AS boolean)"
 _WAITING = "f.status IN ('RETRYING', 'PARKED', 'FAILED')"
@@ -296,7 +312,7 @@ HEADS = text(
             SELECT f.* FROM pillarbox_failures f
             WHERE {_FAILURE} AND {_DUE} AND {_NOT_SENDING}
               AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[]))) AND {_first_of_its_key()}
-            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
+            ORDER BY f.available_at LIMIT :limit"""  # noqa: S608  constants
         ),
         f"{_ROW}, attempts, status",
     )
@@ -342,8 +358,6 @@ READY = text(
         l.announced IS NOT NULL OR split_part(l.cursor, ' ', 3) <> ''
         OR (SELECT o.id FROM pillarbox_outbox o
             WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > {_HIGH}
-              AND (SELECT f.row_id FROM pillarbox_failures f
-                   WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id LIMIT 1) IS NULL
             ORDER BY o.id LIMIT 1) IS NOT NULL
         OR (SELECT o.id FROM pg_snapshot_xip({_SEEN}) AS x(xid) CROSS JOIN LATERAL (
                 SELECT o.id FROM pillarbox_outbox o WHERE {_HERE} AND o.xid = x.xid AND o.id <= {_HIGH}
@@ -442,6 +456,14 @@ FAILURES = text(
     f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"
 )
 
+DISCARDED = DirectStatement(
+    text(
+        f"SELECT f.row_id FROM pillarbox_failures f "  # noqa: S608
+        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status = 'DISCARDED'"
+    )
+)
+"""Which of these rows are never to be sent."""
+
 FAILURE_COLUMNS = ("row_id", "tenant", "key", "status", "attempts", "available_in", "last_error")
 WRITE_FAILURES = text(
     """
@@ -524,22 +546,6 @@ WAITING = text(
     WHERE {_WAITING} AND (f.status <> 'FAILED' OR r.on_failure = 'park')
     """  # noqa: S608  constants
 )
-DISCARDED = text(
-    """
-    SELECT f.route, f.shard, f.row_id, CAST(CAST(o.xid AS text) AS bigint), f.tenant
-    FROM pillarbox_failures f JOIN pillarbox_lanes p ON p.route = f.route AND p.shard = f.shard
-    JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
-      ON l.route = f.route AND l.shard = f.shard
-    CROSS JOIN LATERAL (
-        SELECT o.id, o.xid FROM pillarbox_outbox o
-        WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
-          AND o.id = f.row_id
-        ORDER BY o.id LIMIT 1
-    ) o
-    WHERE f.status = 'DISCARDED' AND NOT pillarbox_covered(pillarbox_cursor(p.cursor, p.detours, f.tenant), o.id, o.xid)
-    """
-)
-"""Rows that are never to be sent, and that the lane has not passed."""
 FREE_PARKED = text(
     f"""
     UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from uuid import UUID
@@ -71,6 +71,11 @@ class Selection:
         return "; ".join(filter(None, (named, str(self.wanted)))) or "everything"
 
 
+_AHEAD = 20_000
+"""How many deliveries a run finds at once. What becomes of them before it is their turn does no harm: the owner of a
+lane carries out only what can be done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """How far a request about many deliveries has come."""
@@ -80,6 +85,8 @@ class Run:
     first: int = 0
     last: int = 0
     """Row ids: it goes on behind the last one."""
+    ahead: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    """Deliveries that were found already and come next: to find a portion, the view goes through all deliveries."""
 
 
 def count(connection: Connection, selection: Selection) -> tuple[int, int]:
@@ -117,15 +124,11 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     done, gets no second request, also when two people ask at the same time.
     """
     one_person_at_a_time(connection)
-    page = connection.execute(
-        select(events.c.id, events.c.route, events.c.shard)
-        .where(events.c.id > run.last, *_conditions(connection, selection), ~_is_asked(selection.action))
-        .order_by(events.c.id)
-        .limit(limit)
-    ).all()
+    page, ahead = _portion(connection, selection, run, limit)
     if not page:
         return run
-    run = replace(run, requested=run.requested + len(page), first=run.first or page[0].id, last=page[-1].id)
+    count, first = run.requested + len(page), run.first or page[0].id
+    run = replace(run, requested=count, first=first, last=page[-1].id, ahead=ahead)
     details = {"count": run.requested, "filter": _given(selection.wanted), "rows": [run.first, run.last]}
     event = selection.events[0] if len(selection.events) == 1 else None
     entry = note(connection, author, selection.action, str(selection), details=details, event_id=event, entry=run.audit)
@@ -142,6 +145,28 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     ]
     connection.execute(insert(requests), rows)
     return run
+
+
+def _portion(connection: Connection, selection: Selection, run: Run, limit: int) -> tuple[list[Any], tuple[Any, ...]]:
+    """The next deliveries for which this was not asked before, and those that were found behind them."""
+    last, ahead = run.last, run.ahead
+    while True:
+        if not ahead:
+            found = (
+                select(events.c.id, events.c.route, events.c.shard)
+                .where(events.c.id > last, *_conditions(connection, selection), ~_is_asked(selection.action))
+                .order_by(events.c.id)
+                .limit(max(limit, _AHEAD))
+            )
+            ahead = tuple(connection.execute(found))
+            if not ahead:
+                return [], ()
+        portion, ahead = ahead[:limit], ahead[limit:]
+        last = portion[-1].id
+        named = requests.c.row_id.in_([row.id for row in portion])
+        asked = {*connection.scalars(select(requests.c.row_id).where(named, requests.c.action == selection.action))}
+        if page := [row for row in portion if row.id not in asked]:
+            return page, ahead
 
 
 def unserved_requests(connection: Connection, run: Run) -> list[str]:

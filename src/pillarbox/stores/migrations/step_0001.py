@@ -219,6 +219,7 @@ def _make_operations(op: Operations) -> None:
         sa.Column("audit", sa.BigInteger, nullable=False),
     )
     _make_index(op, "ix_pillarbox_requests_lane", "pillarbox_requests", "route", "shard", "id")
+    _make_index(op, "ix_pillarbox_requests_row", "pillarbox_requests", "row_id")
     _make_table(
         op,
         "pillarbox_audit",
