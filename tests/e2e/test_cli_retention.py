@@ -31,7 +31,7 @@ BROKER, ARCHIVE = "broker:stock.events", "archive:stock.{tenant}"
 WEEK = ("--older-than", "7d")
 COMMAND = "\nfrom pillarbox.cli import main\nmain()"
 WAITS_FOR_ITS_NAME = """
-import os, time, pillarbox.stores.archive as a
+import os, time, pillarbox.stores.archive_file as a
 finish = a.Writer.finish
 def slow(self):
     open("whole", "w").close()
@@ -241,7 +241,7 @@ class TestArchive:
 
     @on_postgres
     def test_a_crash_before_the_file_is_whole_costs_nothing(self, pillarbox: CommandLine, old: Database) -> None:
-        die = "import os, pillarbox.stores.archive as a\na.Writer.finish = lambda self: os._exit(9)"
+        die = "import os, pillarbox.stores.archive_file as a\na.Writer.finish = lambda self: os._exit(9)"
         wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
         pillarbox.python(die, *wanted, "old.jsonl", code=9)
         assert (rows(old), (pillarbox.folder / "old.jsonl").exists()) == (6, False)
@@ -252,7 +252,7 @@ class TestArchive:
     @on_postgres
     @pytest.mark.usefixtures("old")
     def test_a_crash_whose_rows_have_gone_another_way_holds_nothing_up(self, pillarbox: CommandLine) -> None:
-        die = "import os, pillarbox.stores.archive as a\na.Writer.finish = lambda self: os._exit(9)"
+        die = "import os, pillarbox.stores.archive_file as a\na.Writer.finish = lambda self: os._exit(9)"
         wanted = ["outbox", "archive", *WEEK, "--yes", "--to"]
         pillarbox.python(die, *wanted, "old.jsonl", code=9)
         pillarbox("outbox", "prune", *WEEK, "--yes")
@@ -285,7 +285,7 @@ class TestArchive:
     def test_of_two_at_once_to_one_file_each_writes_its_own(self, pillarbox: CommandLine, old: Database) -> None:
         """One is whole and waits for its name while the other is killed half way."""
         dies = """
-import os, pillarbox.stores.archive as a
+import os, pillarbox.stores.archive_file as a
 add = a.Writer.add
 def dying(self, rows):
     add(self, rows)
@@ -314,8 +314,8 @@ a.Writer.add = dying
         other = WAITS_FOR_ITS_NAME + (die if first == "is killed" else "") + COMMAND
         (pillarbox.folder / "other.py").write_text(other, "utf-8")
         second = """
-import pathlib, subprocess, sys, time, pillarbox.stores.archive as a
-header, finish, others = a.header, a.Writer.finish, []
+import pathlib, subprocess, sys, time, pillarbox.stores.archive as a, pillarbox.stores.archive_file as f
+header, finish, others = a.header, f.Writer.finish, []
 def behind(*given):
     others.append(subprocess.Popen([sys.executable, "other.py", *sys.argv[1:]]))
     while not pathlib.Path("whole").exists():
@@ -325,7 +325,7 @@ def late(self):
     pathlib.Path("go").touch()
     others[0].wait()
     return finish(self)
-a.header, a.Writer.finish = behind, late
+a.header, f.Writer.finish = behind, late
 """
         done = pillarbox.python(second, *wanted, code=Exit.PROBLEM)
         assert "old.jsonl has come into being meanwhile: choose another name" in done.stderr
@@ -339,7 +339,7 @@ a.header, a.Writer.finish = behind, late
     @on_postgres
     def test_only_what_the_file_with_the_name_holds_is_deleted(self, pillarbox: CommandLine, old: Database) -> None:
         spoil = """
-import pathlib, pillarbox.stores.archive as a
+import pathlib, pillarbox.stores.archive_file as a
 finish = a.Writer.finish
 def spoilt(self):
     named = finish(self)

@@ -25,6 +25,7 @@ from pillarbox.projections import rebuild as rebuilding
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
 from pillarbox.stores import archive
 from pillarbox.stores import inbox as stored
+from pillarbox.stores.archive_file import Writer
 from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.retention import RowKey
 from pillarbox.stores.tables import inbox, letters, outbox
@@ -741,7 +742,7 @@ def archived(connection: Connection, file: Path, topic: str) -> None:
     """Move to a file what the outbox has for a topic."""
     rows = connection.execute(select(outbox).where(outbox.c.topic == topic).order_by(outbox.c.id)).all()
     keys = [RowKey(row.id, row.event_id, row.route, row.schema_version, 0) for row in rows]
-    writer = archive.Writer(file, archive.header(connection, datetime.now(UTC)))
+    writer = Writer(file, archive.header(connection, datetime.now(UTC)))
     writer.add(archive.fetch(connection, keys))
     writer.close()
     writer.finish()

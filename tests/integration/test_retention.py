@@ -20,9 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Batch, Delivery, Lane, Status, stable_hash
-from pillarbox.stores import archive, inspection, operations, retention, sqlite, store_on
+from pillarbox.stores import archive, archive_file, inspection, operations, retention, sqlite, store_on
 from pillarbox.stores.append import Appender
-from pillarbox.stores.archive import Archived, Writer
+from pillarbox.stores.archive_file import Archived, Writer
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
@@ -109,11 +109,11 @@ class Depot:
         scope = await self.scope()
         writer = Writer(path, await self.ask(archive.header, scope.now))
         async for page in self.pages(scope):
-            for portion in archive.portions(page.keys):
+            for portion in archive_file.portions(page.keys):
                 writer.add(await self.ask(archive.fetch, portion))
         writer.close()
         writer.finish()
-        rows = [*archive.read(path)]
+        rows = [*archive_file.read(path)]
         assert await self.ask(retention.remove, [row.row for row in rows]) == len(rows)
         return rows
 
@@ -461,8 +461,8 @@ class TestArchive:
         await depot.drain()
         path = tmp_path / "old.jsonl"
         await depot.archive(path)
-        summary = archive.verify(path)
-        rows = [*archive.read_in_order(path, summary)]
+        summary = archive_file.verify(path)
+        rows = [*archive_file.read_in_order(path, summary)]
         assert await depot.ask(lambda it: archive.restore(it, rows[:2], resend=True)) == 2
         assert await depot.ask(lambda it: archive.restore(it, rows, resend=True)) == 1
         assert {status for _, status in await depot.rows()} == {Status.PENDING}
@@ -567,9 +567,9 @@ class TestDamage:
         ):
             path.write_bytes(b"".join(damaged))
             with pytest.raises(StoreError, match=said):
-                archive.verify(path)
+                archive_file.verify(path)
         with pytest.raises(StoreError, match="cannot read"):
-            archive.verify(path.with_name("absent.jsonl"))
+            archive_file.verify(path.with_name("absent.jsonl"))
 
     async def test_of_a_compressed_file(self, depot: Depot, tmp_path: Path) -> None:
         await depot.publish(*"abcdefgh")
@@ -580,10 +580,10 @@ class TestDamage:
         for damaged in (data[:-20], data[: len(data) // 2], b"x" + data[1:], b""):
             path.write_bytes(damaged)
             with pytest.raises(StoreError, match=r"is damaged|is no archive"):
-                archive.verify(path)
+                archive_file.verify(path)
 
     async def test_of_another_installation(self, depot: Depot, path: Path) -> None:
-        summary = archive.verify(path)
+        summary = archive_file.verify(path)
         await depot.execute("UPDATE pillarbox_meta SET install_id = :it", it=uuid4().hex)
         with pytest.raises(StoreError, match="from another installation"):
             await depot.ask(lambda it: archive.check_origin(it, summary, foreign=False))
@@ -593,14 +593,14 @@ class TestDamage:
             await depot.ask(lambda it: archive.check_origin(it, summary, foreign=True))
 
     async def test_a_route_that_nobody_serves_is_not_sent_again(self, depot: Depot, path: Path) -> None:
-        rows = [*archive.read(path)]
+        rows = [*archive_file.read(path)]
         await depot.execute("DELETE FROM pillarbox_lanes")
         with pytest.raises(StoreError, match="nobody has ever written for route 'broker:depot\\.events' here"):
             await depot.ask(lambda it: archive.restore(it, rows, resend=True))
 
     async def test_rows_come_back_in_the_order_of_their_ids(self, depot: Depot, path: Path) -> None:
         """A log is archived lane by lane; its rows are sent again in the order in which they were written."""
-        rows = [*archive.read(path)]
+        rows = [*archive_file.read(path)]
         other = path.with_name("other.jsonl")
         scope = await depot.scope()
         writer = Writer(other, await depot.ask(archive.header, scope.now))
@@ -608,5 +608,5 @@ class TestDamage:
         summary = writer.close()
         writer.finish()
         assert not summary.in_order
-        assert [row.id for row in archive.read_in_order(other, summary)] == [row.id for row in rows]
+        assert [row.id for row in archive_file.read_in_order(other, summary)] == [row.id for row in rows]
         assert json.loads(other.read_bytes().splitlines()[-1])["count"] == 3

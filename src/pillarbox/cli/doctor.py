@@ -18,7 +18,7 @@ from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
 from ..rejections import REJECTS_EVERYTHING
 from ..settings import Settings, masked
-from ..stores import inspection, partitions
+from ..stores import inspection, origin, partitions
 from ..stores.columns import from_now
 from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group, LaneState, RelayState
@@ -127,7 +127,7 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
 
 
 def _original(connection: Connection) -> Iterator[Check]:
-    if inspection.is_copy(connection):
+    if origin.is_copy(connection):
         what = "this database is a copy, from a dump or by replication, and relays refuse it"
         yield Check("origin", State.PROBLEM, what, "`pillarbox outbox rebase`")
 

@@ -26,8 +26,9 @@ from ..errors import StoreError
 from ..outbox import Status
 from ..settings import Settings
 from ..stores import archive as archives
-from ..stores import days, retention
-from ..stores.archive import Archived, Summary, Unfinished, Writer
+from ..stores import archive_file, days, retention
+from ..stores.archive import Unfinished
+from ..stores.archive_file import Archived, Summary, Writer
 from ..stores.retention import Page, Position, Scope, Stretch
 from ..stores.trail import Author, note
 from . import partitions
@@ -360,7 +361,7 @@ async def _archive_to_table(settings: Settings, found: _Survey, order: _Order) -
 
         def move(connection: Connection, place: Stretch, after: Position) -> tuple[Page, int]:
             page = retention.page(connection, found.scope, place, after, work.chunk)
-            for portion in archives.portions(page.keys):
+            for portion in archive_file.portions(page.keys):
                 archives.keep(connection, kept, archives.fetch(connection, portion))
             gone = retention.remove(connection, page.keys)
             if gone != len(page.keys):
@@ -413,7 +414,7 @@ async def _begun(path: Path, mine: Unfinished | None) -> Unfinished | None:
 
 async def _check_file(path: Path, sha256: str) -> None:
     """That it is whole, and the one that the trail tells about: only what it holds is deleted."""
-    summary = await asyncio.to_thread(archives.verify, path)
+    summary = await asyncio.to_thread(archive_file.verify, path)
     if summary.trailer.sha256 != sha256:
         raise CommandError(f"{path} is not the file that was begun: move it away, and run this again", Exit.PROBLEM)
 
@@ -430,7 +431,7 @@ async def _write(work: _Run, path: Path, found: _Survey) -> bool:
             while page.after is not None and not work.told.done():
                 async with work.engine.begin() as connection:
                     page = await connection.run_sync(retention.page, found.scope, place, page.after, work.order.batch)
-                    for portion in archives.portions(page.keys):
+                    for portion in archive_file.portions(page.keys):
                         writer.add(await connection.run_sync(archives.fetch, portion))
         if work.told.done():
             writer.discard()
@@ -464,7 +465,7 @@ def _give_up(connection: Connection, mine: Unfinished, author: Author) -> None:
 async def _delete_archived(work: _Run, path: Path) -> None:
     """Delete what the file holds, and nothing else. It makes no difference which of it is gone already."""
     await _check_file(path, work.details["sha256"])
-    rows = archives.read(path)
+    rows = archive_file.read(path)
     while not work.told.done():
         keys = [row.row for row in islice(rows, work.chunk)]
         if not keys:
@@ -511,7 +512,7 @@ def restore(
     """
     if as_sent and resend:
         raise click.UsageError("--as-sent and --resend exclude each other.")
-    settings, summary = load_settings(config), archives.verify(file)
+    settings, summary = load_settings(config), archive_file.verify(file)
 
     def is_chosen(row: Archived) -> bool:
         return route in (None, row.route) and (not events or not row.known_as.isdisjoint(map(str, events)))
@@ -520,11 +521,11 @@ def restore(
         return resend and not events and row.status is Status.DISCARDED
 
     def wanted() -> Iterator[Archived]:
-        rows = archives.read_in_order(file, summary) if resend else archives.read(file)
+        rows = archive_file.read_in_order(file, summary) if resend else archive_file.read(file)
         return (row for row in rows if is_chosen(row) and not stays_out(row))
 
     selected, there = run(_missing(settings, summary, wanted(), foreign=foreign))
-    discarded = sum(is_chosen(row) and stays_out(row) for row in archives.read(file)) if resend else 0
+    discarded = sum(is_chosen(row) and stays_out(row) for row in archive_file.read(file)) if resend else 0
     report = _report("restore", selected, dry_run=dry_run) | {"there": there, "discarded": discarded, "resend": resend}
     code = Exit.FINE
     if selected and not dry_run:
@@ -550,7 +551,7 @@ async def _missing(
     async with changing(settings) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(partial(archives.check_origin, summary=summary, foreign=foreign))
-        for rows in archives.portions(wanted, _COUNTED):
+        for rows in archive_file.portions(wanted, _COUNTED):
             async with engine.begin() as connection:
                 found = len(await connection.run_sync(archives.absent, rows))
             missing, there = missing + found, there + len(rows) - found
@@ -562,7 +563,7 @@ async def _restore(
 ) -> tuple[dict[str, Any], Exit]:
     async with _working(settings, order, total) as work:
         work.details["resend"] = resend
-        for rows in archives.portions(wanted, work.chunk):
+        for rows in archive_file.portions(wanted, work.chunk):
             if work.told.done():
                 break
             await work.counted(await work.transaction(partial(_bring_back, work=work, resend=resend), rows))

@@ -23,8 +23,8 @@ from ..consumers.home import OUTBOX
 from ..errors import ConfigurationError, StoreError
 from ..outbox import BUS, Status
 from ..route import PLACEHOLDERS, topic_pattern
-from ..stores import archive, sqlite
-from ..stores.archive import Archived
+from ..stores import archive_file, sqlite
+from ..stores.archive_file import Archived
 from ..stores.tables import inbox, meta, outbox, routes
 from ..transport import Message
 
@@ -245,12 +245,12 @@ async def archived(engine: AsyncEngine, files: Sequence[Path], feed: Feed) -> As
     """What these files have for this feed, from the oldest file on. All of them are verified first."""
     async with sqlite.for_reading(engine).connect() as connection:
         here = (await connection.execute(select(meta.c.install_id))).scalar_one()
-    known = [(file, await asyncio.to_thread(archive.verify, file)) for file in files]
+    known = [(file, await asyncio.to_thread(archive_file.verify, file)) for file in files]
     for file, summary in known:
         if summary.header.install_id != here:
             raise StoreError(f"{file} was not made from this database: it is of {summary.header.install_id}")
     for file, summary in sorted(known, key=lambda each: each[1].header.made_at):
-        rows = iter(archive.read_in_order(file, summary))
+        rows = iter(archive_file.read_in_order(file, summary))
         while page := await asyncio.to_thread(_next_page, rows, feed):
             yield page
 

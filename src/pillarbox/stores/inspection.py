@@ -42,7 +42,6 @@ from sqlalchemy.types import TypeEngine
 from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
 from .append import route_record
 from .columns import Utc, from_now
-from .origin import IS_ORIGINAL
 from .tables import audit, failures, lanes, outbox, relays, requests, routes, tenants
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
@@ -416,13 +415,6 @@ def database_time(connection: Connection) -> datetime:
     """Now, as the database sees it."""
     now: datetime = connection.execute(select(from_now())).scalar_one()
     return now
-
-
-def is_copy(connection: Connection) -> bool:
-    """Whether lanes have cursors here that mean something else than when they were written."""
-    if connection.dialect.name != "postgresql":
-        return False
-    return not connection.execute(text(f"SELECT {IS_ORIGINAL}")).scalar_one()
 
 
 # -- lanes and relays --------------------------------------------------------------------------------------------------

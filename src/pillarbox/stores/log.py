@@ -31,6 +31,7 @@ from .announced import Contents, contents_of, encode_detours, moved, position, s
 from .append import Appender
 from .failures import Failures, decode_headers, place, row_of
 from .leases import Leases, confirm, fenced, lease_lost, stored, with_keys
+from .origin import COPY
 from .schema import SCHEMA_VERSION
 from .statement import DirectStatement
 
@@ -76,10 +77,7 @@ class LogStore(Appender, Leases):
         if schema > SCHEMA_VERSION:  # a newer release may keep in a lane what we would not look at
             raise StoreError(f"the database has schema version {schema}, newer than this relay: upgrade pillarbox")
         if not original:
-            raise StoreError(
-                "this database is a copy, from a dump or by replication, and its transactions have other numbers than "
-                "those that lanes remember: run `pillarbox outbox rebase`"
-            )
+            raise StoreError(COPY)
         if filtered:
             raise StoreError(_FILTERED)
         if cache != 1:

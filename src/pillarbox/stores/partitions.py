@@ -32,7 +32,6 @@ LOCK_SECONDS = 0.2
 """How long we wait for a lock, at most: whoever comes behind us waits as long."""
 PATIENCE = 2.0
 """Seconds that looking through the default partition may take, with writers and relays waiting."""
-_FIRST_VERSION = (14,)
 _BOUNDS = re.compile(r"FOR VALUES FROM \('([0-9a-f-]{36})'\) TO \('([0-9a-f-]{36})'\)")
 _LIKE = "INCLUDING DEFAULTS INCLUDING GENERATED INCLUDING STORAGE INCLUDING COMPRESSION"
 _LOCKED, _TOO_LONG, _THERE = "55P03", "57014", "23514"
@@ -131,11 +130,6 @@ def _range(day: date) -> dict[str, str]:
 def _checked(connection: Connection) -> Layout:
     if connection.dialect.name != "postgresql":
         raise StoreError(f"{connection.dialect.name} has no partitions as they are meant here: only PostgreSQL has")
-    version = connection.dialect.server_version_info or ()
-    if version < _FIRST_VERSION:
-        raise StoreError(
-            f"daily partitions need PostgreSQL {_FIRST_VERSION[0]}, and this is {'.'.join(map(str, version))}"
-        )
     if connection.execute(text("SELECT pg_is_in_recovery()")).scalar_one():
         raise StoreError("this server is a standby: partition the primary")
     found = layout(connection)

@@ -28,7 +28,7 @@ from sqlalchemy import Connection, select, text, update
 from .. import clock
 from ..cursor import Snapshot
 from ..errors import StoreError
-from .origin import IS_ORIGINAL, WRITE
+from . import origin
 from .tables import lanes, meta
 from .trail import Author, note, one_person_at_a_time
 
@@ -94,17 +94,15 @@ def survey(connection: Connection) -> Survey:
 def _check(connection: Connection) -> None:
     if connection.dialect.name != "postgresql":
         raise StoreError("only a PostgreSQL has transactions with numbers: here there is nothing to rebase")
-    original, standby, filtered = connection.execute(_STATE).one()
-    if original:
+    state = origin.state(connection)
+    if state.original:
         raise StoreError(
             "this database is no copy: its transactions have the numbers that lanes remember, so nothing is to be done"
         )
-    if standby:
+    if state.standby:
         raise StoreError("this server is a standby: promote it first")
-    if filtered:
-        raise StoreError(
-            "row level security hides rows of pillarbox_outbox from this role: rebase as the table's owner"
-        )
+    if state.filtered:
+        raise StoreError("row level security hides rows of Pillarbox's tables from this role: rebase as their owner")
     leased = connection.execute(_LEASED).all()
     if leased:
         names = ", ".join(f"{row.name}/{row.shard}" for row in leased[:3]) + (", ..." if len(leased) > 3 else "")
@@ -153,7 +151,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
             epoch=lanes.c.epoch + 1, **dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
         )
     )
-    for statement in map(text, WRITE):
+    for statement in map(text, origin.WRITE):
         connection.execute(statement)
     before: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
     install = clock.current().new_id() if new_install_id else before
@@ -183,12 +181,6 @@ def _draw_ids_above_all(connection: Connection) -> None:
     connection.execute(text("SELECT setval(CAST(:it AS regclass), :to)"), {"it": sequence, "to": highest + moved})
 
 
-_STATE = text(
-    f"""
-    SELECT {IS_ORIGINAL},
-           pg_is_in_recovery(), row_security_active('pillarbox_outbox')
-    """
-)
 _LEASED = text(
     """
     SELECT r.name, l.shard, max(l.locked_until) OVER () AT TIME ZONE 'UTC' AS until

@@ -31,9 +31,9 @@ from ..clock import first_uuid7
 from ..cursor import Cursor
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
+from . import origin
 from .columns import from_now
 from .log_sql import TELLS_ABOUT
-from .origin import IS_ORIGINAL
 from .tables import outbox, routes
 from .trail import one_person_at_a_time
 
@@ -228,18 +228,15 @@ def guard(connection: Connection) -> None:
     """A log is pruned only where its cursors mean what they meant, by somebody from whom no policy hides a failure."""
     if not _is_postgres(connection):
         return
-    original, standby, filtered = connection.execute(_GUARDS).one()
-    if standby:
+    state = origin.state(connection)
+    if state.standby:
         raise StoreError("this server is a standby: retention needs the primary")
-    if filtered:
+    if state.filtered:
         raise StoreError(
             "row level security hides rows of Pillarbox's tables from this role: use one with BYPASSRLS, or the owner"
         )
-    if not original:
-        raise StoreError(
-            "this database is a copy, from a dump or by replication, and its transactions have other numbers than "
-            "those that lanes remember: run `pillarbox outbox rebase` first"
-        )
+    if not state.original:
+        raise StoreError(origin.COPY)
 
 
 # -- deleting ----------------------------------------------------------------------------------------------------------
@@ -452,12 +449,5 @@ _CLEAR = text(
     )
     SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM page), last.high, last.batch
     FROM (SELECT) AS once LEFT JOIN (SELECT * FROM page ORDER BY high DESC, batch DESC LIMIT 1) AS last ON true
-    """
-)
-_GUARDS = text(
-    f"""
-    SELECT {IS_ORIGINAL},
-           pg_is_in_recovery(),
-           row_security_active('pillarbox_outbox') OR row_security_active('pillarbox_failures')
     """
 )
