@@ -1,23 +1,73 @@
-"""The command line in processes that start quickly: forked from one that has imported everything already."""
+"""The command line in the process of the test, or in one that starts quickly: forked from one that has imported all."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
 _IMPORTED = (
-    *(f"pillarbox.cli.{name}" for name in ("dlq", "doctor", "lanes", "outbox", "relay", "retention")),
+    *(
+        f"pillarbox.cli.{name}"
+        for name in ("consume", "dlq", "doctor", "lanes", "outbox", "projections", "relay", "retention")
+    ),
     "pillarbox.stores.migrations",
     *("aiosqlite", "asyncmy", "asyncpg"),
     *(f"sqlalchemy.dialects.{name}" for name in ("mysql.asyncmy", "postgresql.asyncpg", "sqlite.aiosqlite")),
 )
+
+
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run ``pillarbox`` to its end: in a process of its own if it imports a module of the folder, which would stay."""
+    if any((folder / f"{argument.partition(':')[0]}.py").exists() for argument in arguments):
+        return fork(arguments, environment, folder, timeout)
+    return _run_here(arguments, environment, folder)
+
+
+def _run_here(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """In this process, which has its environment, folder, streams and logging until it ends."""
+    from pillarbox.cli import run as command
+
+    out, err = io.BytesIO(), io.BytesIO()
+    with (
+        contextlib.chdir(folder),
+        patch.dict(os.environ, environment, clear=True),
+        Path(os.devnull).open("r", encoding="utf-8") as nothing,
+        patch.object(sys, "stdin", nothing),
+        contextlib.redirect_stdout(io.TextIOWrapper(out, "utf-8", write_through=True)),
+        contextlib.redirect_stderr(io.TextIOWrapper(err, "utf-8", write_through=True)),
+        _logging_untouched(),
+    ):
+        code = command(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        said = [stream.getvalue().decode("utf-8") for stream in (out, err)]
+    return subprocess.CompletedProcess(["pillarbox", *arguments], code, *said)
+
+
+@contextlib.contextmanager
+def _logging_untouched() -> Iterator[None]:
+    """Without handlers, as a new process begins; afterwards all is as it was."""
+    loggers = [logging.getLogger(name) for name in (None, "pillarbox", "sqlalchemy.pool")]
+    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    loggers[0].handlers.clear()
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 def _server() -> ForkServerContext:
@@ -26,10 +76,10 @@ def _server() -> ForkServerContext:
     return context
 
 
-def run(
+def fork(
     arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``pillarbox`` to its end, as a process of its own."""
+    """Run it to its end as a process of its own."""
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
         process = _server().Process(target=_command, args=(list(arguments), dict(environment), folder, out, err))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pillarbox.cli.chaos.writer import Ending, Written
 from pillarbox.cli.demo.ledger import Entry
 from pillarbox.cli.demo.sink import Arrival
 from pillarbox.cli.output import Exit
+from tests import commands
 from tests.servers import Server
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -63,8 +65,8 @@ def test_a_relay_with_a_mistake_is_found(chaos: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--faults", "--canary"])
-def test_what_there_is_not_is_said_at_once(option: str) -> None:
-    ended = subprocess.run([PILLARBOX, "chaos", option, "nothing"], capture_output=True, text=True, check=False)
+def test_what_there_is_not_is_said_at_once(tmp_path: Path, option: str) -> None:
+    ended = commands.run(["chaos", option, "nothing"], os.environ, tmp_path)
     assert ended.returncode == Exit.USAGE
     assert "'nothing'; there are " in ended.stderr
 

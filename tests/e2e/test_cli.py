@@ -62,7 +62,7 @@ class CommandLine:
         """Run a command to its end; it must exit with this code."""
         if any(not name.startswith("PILLARBOX_") for name in variables):  # for the interpreter itself
             return self.python("", *arguments, code=code, **variables)
-        done = commands.run(arguments, self.environment | variables, self.folder, timeout=120)
+        done = commands.run(arguments, self.environment | variables, self.folder)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 

@@ -30,6 +30,7 @@ from pillarbox.relay import Pacing, Relay
 from pillarbox.settings import Settings
 from pillarbox.transport import Outcome, Verdict
 from pillarbox.transports.logging import LoggingTransport
+from tests import commands
 from tests.conftest import FreshDatabase
 from tests.memory.store import MemoryStore
 from tests.relays import Line, World, running, soon
@@ -153,15 +154,7 @@ class Town:
 
     def run(self, *arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; it must exit with this code."""
-        done = subprocess.run(
-            [PILLARBOX, "relay", *arguments],
-            cwd=self.folder,
-            env=self.environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = commands.run(["relay", *arguments], self.environment | variables, self.folder, timeout=60)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 

@@ -301,7 +301,7 @@ class TestInTheWay:
             uow.publish(Moved(event_id=an_id(day)), key="a")
             await uow.flush()
             environment = {**os.environ, "PILLARBOX_DATABASE_URL": yard.engine.url.render_as_string(False)}
-            command = partial(commands.run, ["outbox", "partition", "--yes", "--json"], environment, tmp_path, 60)
+            command = partial(commands.fork, ["outbox", "partition", "--yes", "--json"], environment, tmp_path, 60)
             partitioning = asyncio.create_task(asyncio.to_thread(command))
             await until_somebody_waits(yard.box)
         done = await partitioning
