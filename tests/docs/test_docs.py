@@ -1,9 +1,9 @@
 """Every example of README and docs runs, every link leads somewhere, and the page of errors names them all.
 
 A page is executed as a reader would do it, from top to bottom, in an empty folder: its ``python`` blocks are one
-program in one interpreter, and the commands of its ``console`` blocks are run between them. What a page shows below a
-command must be what the command prints, but for the width of blanks; ``...`` stands for any text or, alone on a line,
-for any lines.
+program in one interpreter, which waits while the test runs the commands of its ``console`` blocks. What a page shows
+below a command must be what the command prints, but for the width of blanks; ``...`` stands for any text or, alone on a
+line, for any lines.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pillarbox import errors
+from tests import commands
 from tests.servers import DatabaseServer, Server
 
 ROOT = Path(__file__).parents[2]
@@ -96,11 +99,25 @@ def _call(shown: Shown) -> str:
     """The line that stands in the program for a command of the page: it leaves the output beside the folder."""
     if PROGRAM.fullmatch(shown.command):
         printed = "__import__('sys').stdout.flush() or __import__('pathlib').Path('../output').read_bytes()"
-    else:
-        command = COMMAND.fullmatch(shown.command)
-        assert command, f"line {shown.line}: only pillarbox and the page's own program can be run: {shown.command}"
-        printed = f"__import__('subprocess').check_output({command[1]!r}, shell=True)"
-    return f"__import__('pathlib').Path('../output-{shown.line}').write_bytes({printed})"
+        return f"__import__('pathlib').Path('../output-{shown.line}').write_bytes({printed})"
+    assert COMMAND.fullmatch(shown.command), (
+        f"line {shown.line}: only pillarbox and the page's own program can be run: {shown.command}"
+    )
+    return f"__import__('os').write(0, b'{shown.line}\\n') and __import__('os').read(0, 1) or exit(1)"
+
+
+def run_commands(asked: socket.socket, shown: Sequence[Shown], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run the commands that the program asks for by their lines, until it ends."""
+    commands_at = {each.line: each.command for each in shown}
+    with asked, asked.makefile() as lines:
+        for line in map(int, lines):
+            words = shlex.split(commands_at[line].removeprefix("$ "))
+            start = words.index("pillarbox")
+            variables = dict(word.split("=", 1) for word in words[:start])
+            done = commands.run(words[start + 1 :], {**environment, **variables}, folder)
+            assert (done.returncode, done.stderr) == (0, ""), commands_at[line]
+            folder.with_name(f"output-{line}").write_text(done.stdout, "utf-8")
+            asked.send(b".")
 
 
 def matches(shown: list[str], printed: list[str]) -> bool:
@@ -144,9 +161,22 @@ def test_examples(page: Path, tmp_path: Path, environment: dict[str, str]) -> No
     folder.mkdir()
     with (tmp_path / "output").open("wb") as output:
         command = [sys.executable, "-W", "error", str(program)]
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stderr == b""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        try:
+            run_commands(ours, shown, folder, environment)
+        finally:
+            _, complaints = process.communicate(timeout=60)
+    assert (process.returncode, complaints) == (0, "")
     for each in shown:
         printed = (tmp_path / f"output-{each.line}").read_text("utf-8").splitlines()
         if each.output and not matches(each.output, printed):

@@ -273,6 +273,7 @@ SCRIPT = '''
 from alembic import op
 import pillarbox.alembic
 import sqlalchemy as sa
+
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}
 branch_labels = ${repr(branch_labels)}
