@@ -14,12 +14,13 @@ from tests.simulation.course import Result
 Plant = Callable[[pytest.MonkeyPatch], None]
 LIMIT = 1_000
 """Seeds within which every mistake must show."""
-NEARBY = 20
 
 
 @dataclass
 class Mutant:
-    """A mistake, the worlds in which it shows, and how: in the world of this ``seed``, or of one of the next few."""
+    """A mistake, the worlds in which it shows, and how. The world of this ``seed`` shows it, until a change of the
+    shipped code moves it to another one.
+    """
 
     plant: Plant
     shows: tuple[str, ...]
@@ -39,10 +40,9 @@ class Mutant:
         return None
 
     def check(self, patch: pytest.MonkeyPatch) -> None:
-        """Plant it, and fail if no world near its seed shows it."""
+        """Plant it, and fail if it gets away. Others are tried only if its seed has moved: `make simulate` names it."""
         self.plant(patch)
-        seeds = range(self.seed, self.seed + NEARBY)
-        assert self.caught(seeds), f"{self} shows in none of the seeds {seeds}: `make simulate` finds another one"
+        assert self.caught([*range(self.seed, LIMIT), *range(self.seed)])
 
 
 def search(mutants: Sequence[Mutant]) -> int:
