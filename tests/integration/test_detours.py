@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from pillarbox.cursor import Cursor
 from pillarbox.outbox import Batch, Lane
-from pillarbox.stores import days, log, log_sql, retention
+from pillarbox.stores import days, log, look, look_sql, retention
 from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.days import Fate
 from pillarbox.stores.inspection import backlog, lane_states
@@ -229,7 +229,7 @@ async def test_h110_a_detour_that_comes_through_late_rows_first_waits_for_its_la
 
 
 async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "SCAN", 3)
+    monkeypatch.setattr(look, "SCAN", 3)
     await here.write("a1 a2 a3 a4 a5 a6 a7", tenant="loud")
     await here.write("b1")
     lane = await here.store.part(await here.take(), ["loud"])
@@ -246,7 +246,7 @@ async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypa
 
 async def test_a_look_that_found_something_tells_that_it_was_cut(here: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the rest would wait for somebody to look again."""
-    monkeypatch.setattr(log, "SCAN", 3)
+    monkeypatch.setattr(look, "SCAN", 3)
     await here.write("a1", tenant="loud")
     await here.write("b1")
     await here.write("a2 a3 a4", tenant="loud")
@@ -264,7 +264,7 @@ async def test_h56_a_lane_with_detours_is_led_to_its_indexes(here: Outbox, detou
     given |= {"xmax": "900", "running": ["800"], "late": ["800"], "done": 1, "snapshot": None, "up_to": 9, "scan": 100}
     given |= {"detour": detour, "passed_over": ["loud"]}
     async with here.engine.connect() as connection:
-        for looks in (log_sql.DIVIDED_POLL, log_sql.DIVIDED_PAGE):
+        for looks in (look_sql.DIVIDED_POLL, look_sql.DIVIDED_PAGE):
             for statement in (looks.light, looks.sized):
                 told, names, _ = statement._compile(here.engine.dialect)
                 found = await connection.exec_driver_sql(f"EXPLAIN {told}", tuple(given[name] for name in names))

@@ -18,9 +18,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from pillarbox import clock
 from pillarbox.cursor import Cursor, RowAt, Snapshot, Window, look
 from pillarbox.outbox import Batch, Delivery, Lane, RouteRecord
-from pillarbox.stores import log, log_sql
-from pillarbox.stores.log import LogStore, Look
-from pillarbox.stores.log_sql import Looks
+from pillarbox.stores import look as looking
+from pillarbox.stores import look_sql
+from pillarbox.stores.log import LogStore
+from pillarbox.stores.look import Look
+from pillarbox.stores.look_sql import Looks
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.statement import DirectStatement
 from tests.conftest import FreshDatabase
@@ -262,7 +264,7 @@ async def test_the_store_finds_what_the_arithmetic_finds(engine: AsyncEngine) ->
 
 
 def _take_a_full_page_for_the_last_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log, "Window", lambda *args, **values: Window(*args, **{**values, "more": False}))
+    patch.setattr(looking, "Window", lambda *args, **values: Window(*args, **{**values, "more": False}))
 
 
 def _look_only_at_what_the_snapshot_lists(patch: pytest.MonkeyPatch) -> None:
@@ -282,7 +284,7 @@ def _replace(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
         assert old in statement.text
         return text(statement.text.replace(old, new))
 
-    patch.setattr(log_sql, name, changed(getattr(log_sql, name)))
+    patch.setattr(look_sql, name, changed(getattr(look_sql, name)))
 
 
 @pytest.mark.parametrize(

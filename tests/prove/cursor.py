@@ -38,7 +38,8 @@ from pillarbox.cursor import Window
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import BatchMismatchError, LeaseLostError
 from pillarbox.outbox import Batch, Delivery, Failure, Key, Lane, LaneName, RouteRecord, Row
-from pillarbox.stores.log import LogStore, Look
+from pillarbox.stores.log import LogStore
+from pillarbox.stores.look import Look
 from pillarbox.stores.migrations import migrate
 from tests.servers import Servers
 

@@ -18,9 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from .. import telemetry
 from ..outbox import LaneName
 from ..telemetry import SILENT, Signals
-from . import log_sql as sql
+from . import look_sql as sql
 from .buffer import Buffer
-from .log import LogStore, RowReader
+from .log import LogStore
+from .look import RowReader
 
 _LOOK = 2
 

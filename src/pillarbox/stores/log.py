@@ -13,36 +13,29 @@ back in time, is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
-from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..cursor import Cursor, Snapshot, Window
+from ..cursor import Cursor, Window
 from ..errors import LaneHaltedError, StoreError
 from ..outbox import Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, encode_detours, moved, position, settled, settled_at
 from .append import Appender
-from .failures import Failures, decode_headers, place, row_of
+from .failures import Failures, place
 from .leases import Leases, confirm, fenced, lease_lost, stored, with_keys
+from .look import FILTERED, Found, Look, Looked, Room, RowReader, glance_for, look_at, poll, question_of, rebuild, side
 from .origin import COPY
 from .schema import SCHEMA_VERSION
-from .statement import DirectStatement
 
 logger = logging.getLogger("pillarbox")
 
-_LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
-
-SCAN = 20_000
-"""How many rows a look goes through at most, where some of them are not for it."""
-_WORTH_A_WRITE = 1_000
-"""A detour that finds nothing moves on when this many rows, or more, lay between."""
 _AT_ONCE = 500
 """How many rows of a detour are looked at together, to see whether any of them is to be sent."""
 
@@ -79,7 +72,7 @@ class LogStore(Appender, Leases):
         if not original:
             raise StoreError(COPY)
         if filtered:
-            raise StoreError(_FILTERED)
+            raise StoreError(FILTERED)
         if cache != 1:
             raise StoreError(
                 f"the ids of pillarbox_outbox are drawn {cache} at a time, so keys would lose their order: "
@@ -111,7 +104,7 @@ class LogStore(Appender, Leases):
         detour: str | None = None,
     ) -> Page:
         try:
-            return await self._look(lane, _Room(limit, max_bytes, self._rows), sorted(paused), detour)
+            return await self._look(lane, Room(limit, max_bytes, self._rows), sorted(paused), detour)
         except LaneHaltedError:
             # A server that crashed may have forgotten what did not wait for its disk, and with it what we have seen.
             # Then the lane is where it was a moment before, for whoever takes it.
@@ -119,21 +112,21 @@ class LogStore(Appender, Leases):
                 raise lease_lost(lane) from None
             raise
 
-    async def _look(self, lane: Lane, room: _Room, paused: list[str], detour: str | None) -> Page:
-        found: _Found | None = None
+    async def _look(self, lane: Lane, room: Room, paused: list[str], detour: str | None) -> Page:
+        found: Found | None = None
         if self._rows.at_a_glance and not (lane.detours or paused or detour):
             found, late = await self._glance(lane, room)
             if found is not None and not (found.asked or found.in_book or (found.due and lane.waiting)):
                 return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)
             room = room._replace(late=late)
-        return await self.each_alone(_poll, lane, room, paused, detour, found)
+        return await self.each_alone(poll, lane, room, paused, detour, found)
 
-    async def _glance(self, lane: Lane, room: _Room) -> tuple[_Found | None, bool | None]:
+    async def _glance(self, lane: Lane, room: Room) -> tuple[Found | None, bool | None]:
         start = position(lane)
         if start.paging is not None:
             return None, None
-        question = _question(start, lane, room)
-        return _Looked(start, room.limit, None).glance(await self.fetch(_glance(question), question))
+        question = question_of(start, lane, room)
+        return Looked(start, room.limit, None).glance(await self.fetch(glance_for(question), question))
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         parted = {**(lane.detours or {}), **{it: lane.cursor for it in tenants if it not in (lane.detours or ())}}
@@ -177,7 +170,7 @@ class LogStore(Appender, Leases):
         return await self.all_or_nothing(_settle, lane, following)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        return await self.each_alone(_rebuild, lane)
+        return await self.each_alone(rebuild, lane)
 
     async def _is_ours(self, lane: Lane) -> bool:
         was_announced = stored(lane.announced)["announced"]
@@ -216,297 +209,8 @@ class LogStore(Appender, Leases):
         self._places[lane.name] = found[0][0]
 
 
-_FILTERED = (
-    "row level security hides rows of pillarbox_outbox from this role, and what a relay does not see it passes over: "
-    "give it a role with BYPASSRLS, or the table's owner"
-)
-
-
-# -- looking -----------------------------------------------------------------------------------------------------------
-
-
 def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:
     return frozenset(LaneName(*row) for row in connection.execute(sql.READY, {"routes": routes, "relay": relay}))
-
-
-class Look(msgspec.Struct, frozen=True):
-    """What a page has to tell its announcement."""
-
-    window: Window
-    server: str
-    """Where we looked. After a failover others may use the numbers that we have seen."""
-    detour: str | None = None
-    """Whose rows they are, if it was a detour."""
-    discarded: frozenset[int] = frozenset()
-    """Those of the rows that are never to be sent."""
-
-
-class RowReader:
-    """How a look gets its rows: here all of them from the table, with the look itself."""
-
-    at_a_glance: ClassVar[bool] = True
-    """Whether a glance is one statement, and nothing else."""
-
-    def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
-        """A look that is mostly enough; rows that are too large may lack their bodies."""
-        return _glance(parameters).fetch(connection, parameters)
-
-    def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
-        """A closer look, with all bodies that the bytes allow."""
-        found = looks.light.fetch(connection, parameters)
-        if not _lacks_bodies(found):
-            return found
-        # It may leave out rows that were too much, so how far it has looked says nothing.
-        return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
-
-
-class _Room(NamedTuple):
-    """How much a page may hold, and where its rows come from."""
-
-    limit: int
-    max_bytes: int
-    reader: RowReader
-    late: bool | None = None
-    """Whether a glance has shown late rows, if there was one already and it was not enough."""
-
-
-class _Found(msgspec.Struct, frozen=True):
-    look: Look
-    rows: list[Row]
-    asked: dict[int, int]
-    """People's requests, each with the row that it is about."""
-    passed: bool
-    """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
-    in_a_crowd: bool = False
-    due: bool = True
-    """Whether failed rows may be due, as far as was looked."""
-    in_book: bool = False
-    """Whether some of the rows may have been discarded."""
-
-
-def _poll(  # noqa: PLR0917  what one statement asks
-    connection: Connection, lane: Lane, room: _Room, paused: list[str], detour: str | None, found: _Found | None
-) -> Page:
-    if found is not None:
-        found = _without_discarded(found, connection, lane)
-    elif detour is None or _may_find(lane, detour):
-        found = _look(connection, lane, detour, room)
-    redo: tuple[Row, ...] = ()
-    if lane.waiting and (found is None or found.due):
-        redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused))
-    if found is None:
-        return Page(redo=redo, fresh=())
-    held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
-    asked = found.asked
-    if asked and (contents := contents_of(lane)) is not None:
-        known = Failures(connection, lane).know(asked.values())
-        asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
-    if held:
-        return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
-    return Page(
-        redo=redo,
-        fresh=tuple(found.rows),
-        passed=found.passed,
-        in_a_crowd=found.in_a_crowd,
-        requests=tuple(sorted(asked)),
-        cursor=found.look,
-    )
-
-
-def _may_find(lane: Lane, detour: str) -> bool:
-    """Whether the lane may have passed over anything since the detour was last looked at."""
-    start, main = position(lane, detour), position(lane)
-    return start.paging is not None or (start != main and main.leads(start))
-
-
-def _look(connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
-    """What comes next, and with it the rows."""
-    start = position(lane, detour)
-    found = _look_from(start, connection, lane, detour, room)
-    if start.paging is not None and not found.rows:  # what was left of the late rows goes by a detour
-        behind = Cursor(start.high, start.paging)
-        if detour is None or position(lane).leads(behind):
-            found = _look_from(behind, connection, lane, detour, room)
-        else:
-            found = replace(found, look=replace(found.look, window=Window(behind, behind.seen)))
-        found = replace(found, passed=True)
-    return _without_discarded(found, connection, lane)
-
-
-def _without_discarded(found: _Found, connection: Connection, lane: Lane) -> _Found:
-    """What was found, without the rows that are never to be sent: the cursor passes over them."""
-    if not found.in_book:
-        return found
-    asked = {"route": lane.route.id, "shard": lane.shard, "ids": [row.id for row in found.rows]}
-    discarded = frozenset(row for (row,) in sql.DISCARDED.fetch(connection, asked))
-    if not discarded:
-        return found
-    rows = [row for row in found.rows if row.id not in discarded]
-    return replace(found, look=replace(found.look, discarded=discarded), rows=rows, passed=True)
-
-
-def _question(start: Cursor, lane: Lane, room: _Room) -> dict[str, Any]:
-    return {
-        "route": lane.route.id,
-        "shard": lane.shard,
-        "high": start.high,
-        "limit": room.limit,
-        "max_bytes": room.max_bytes,
-        "xmax": str(start.seen.xmax),
-        "running": [str(xid) for xid in start.seen.running],
-    }
-
-
-def _glance(question: dict[str, Any]) -> DirectStatement:
-    return sql.GLANCES[bool(question["running"])]
-
-
-def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: _Room) -> _Found:
-    limit, reader, late = room.limit, room.reader, room.late
-    parameters = _question(start, lane, room)
-    poll, page = sql.POLL, sql.PAGE
-    main: Cursor | None = None
-    if lane.detours:
-        poll, page = sql.DIVIDED_POLL, sql.DIVIDED_PAGE
-        parameters |= _side(lane, detour) | {"snapshot": None, "up_to": None, "scan": SCAN}
-        if detour is not None:
-            main = position(lane)
-            parameters |= {"snapshot": str(main.seen), "up_to": main.high}
-    window = _Looked(start, limit, detour)
-    if start.paging is not None:
-        found = reader.look(connection, page, {**parameters, **_late(start.late), "done": start.done})
-        window.check(found)
-        return window.of(found, start.paging, start.late)
-    if late is None and not lane.detours:
-        glanced, late = window.glance(reader.glance(connection, parameters))
-        if glanced is not None:
-            return glanced
-    found = reader.look(connection, poll, parameters)
-    count, snapshot, xids = window.check(found)
-    if main is not None:
-        snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
-    if count <= limit:
-        return window.of(found, snapshot, xids)
-    # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
-    more = connection.execute(sql.LATE_XIDS, {**parameters, "snapshot": str(snapshot)}).scalars()
-    xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
-    found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
-    return window.of(found, snapshot, xids)
-
-
-def _side(lane: Lane, detour: str | None) -> dict[str, Any]:
-    """Which tenants a statement is about."""
-    return {"detour": detour, "passed_over": [] if detour is not None else sorted(lane.detours or ())}
-
-
-def _lacks_bodies(found: Sequence[Any]) -> bool:
-    return any([values[7] is None and values[0] < _LOOK for values in found])  # noqa: C419  faster
-
-
-def _late(xids: Iterable[int]) -> dict[str, list[str]]:
-    return {"late": [str(xid) for xid in xids]}
-
-
-class _Looked(msgspec.Struct, frozen=True):
-    """Makes sense of what a look has brought."""
-
-    start: Cursor
-    limit: int
-    detour: str | None
-
-    def check(self, found: Sequence[Any]) -> tuple[Any, Snapshot, tuple[int, ...]]:
-        """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
-        _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
-        if refused == "standby":
-            raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
-        if refused == "filtered":
-            raise StoreError(_FILTERED)
-        snapshot, before = Snapshot.parse(told), self.start.paging or self.start.seen
-        if snapshot.lies_below(before):
-            raise LaneHaltedError(
-                f"the lane has seen snapshot {before}, and the database is at {snapshot}: "
-                "it went back in time, or is another one"
-            )
-        return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
-
-    def glance(self, found: Sequence[Any]) -> tuple[_Found | None, bool]:
-        """What was found, if a glance is enough for it; and whether there are late rows."""
-        late, snapshot, _ = self.check(found)
-        if late is not None or _lacks_bodies(found):
-            return None, late is not None
-        return replace(self.of(found, snapshot), due=any(values[0] == _DUE for values in found)), False
-
-    def of(self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = ()) -> _Found:
-        """What was found, as far as a batch takes it."""
-        rows = [
-            Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
-            for part, row_id, event_id, topic, key, tenant, headers, body in found
-            if part < _LOOK
-        ]
-        rows.sort(key=attrgetter("id"))
-        cut = len(rows) > self.limit
-        del rows[self.limit :]
-        count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
-        late = min(count, sum(values[0] == 0 for values in found), self.limit)
-        more = late < count
-        if more:  # none of the fresh ones before the last late one
-            del rows[late:]
-        reach, seen, passed_late = next(
-            ((it[1] or 0, int(it[3]), it[4]) for it in found if it[0] == _REACHED), (0, 0, None)
-        )
-        window = Window(
-            self.start,
-            snapshot,
-            late=tuple(row.id for row in rows[:late]),
-            fresh=tuple(row.id for row in rows[late:]),
-            xids=xids,
-            more=more,
-            reach=0 if cut or more else reach,
-        )
-        step = 1 if self.detour is None else _WORTH_A_WRITE
-        passed = self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
-        if not rows:
-            passed = passed or passed_late is not None or reach >= self.start.high + step
-        in_book = next((values[1] for values in found if values[0] == _IN_BOOK), None)
-        return _Found(
-            Look(window, server, self.detour),
-            rows,
-            {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
-            passed,
-            in_a_crowd=seen >= SCAN and not rows,
-            in_book=late > 0 or (bool(rows) and in_book is not None and in_book <= rows[-1].id),
-        )
-
-
-def _rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
-    contents, announced = contents_of(lane), lane.announced
-    if announced is None or contents is None:
-        return []
-    start, end = contents.ends(lane)
-    parameters = {
-        **place(lane),
-        **_side(lane, contents.detour),
-        "xmax": str(start.seen.xmax),
-        "running": [str(xid) for xid in start.seen.running],
-        "snapshot": str(end.paging or end.seen),
-        "late_after": start.done,
-        "late_up_to": start.high if end.paging is None else end.done,
-        "after": start.high,
-        "up_to": start.high if end.paging is not None else end.high,
-        "ids": [*contents.redo],
-    }
-    skip = {*contents.skip}
-    rows = {values[0]: row_of(values) for values in connection.execute(sql.BETWEEN, parameters)}
-    order = [*contents.redo, *(row for row in rows if row not in skip)]
-    if contents.redo:
-        rows |= {values[0]: row_of(values) for values in connection.execute(sql.REDONE, parameters)}
-    numbered = enumerate(announced.items or order, start=announced.first_number)
-    found = [(number, rows[row]) for number, row in numbered if row in rows and row not in contents.out]
-    lane.check_batch(found)
-    if contents.attempts:
-        attempts = contents.attempts
-        found = [(number, replace(row, attempts=attempts.get(row.id, row.attempts))) for number, row in found]
-    return found
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -581,7 +285,7 @@ def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -
             "skipped": [*skipped],
             "first_number": lane.next_number,
             "count": 0,
-            **_side(lane, detour),
+            **side(lane, detour),
         }
     out = {*contents.out}
     return entry | {
@@ -591,7 +295,7 @@ def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -
         "skipped": [*contents.skip, *contents.out],
         "first_number": lane.announced.first_number,
         "count": lane.announced.count,
-        **_side(lane, contents.detour),
+        **side(lane, contents.detour),
     }
 
 
@@ -653,7 +357,7 @@ def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
     """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for it."""
     main, at = settled_at(lane), settled_at(lane, detour)
     while main.has_passed(at):
-        found = _look(connection, lane, detour, _Room(_AT_ONCE, 1_048_576, RowReader()))
+        found = look_at(connection, lane, detour, Room(_AT_ONCE, 1_048_576, RowReader()))
         if found.rows:
             return False
         if not found.passed:
@@ -683,7 +387,7 @@ def _amend(
     changed = replace(contents, out=tuple(sorted({*contents.out, *rows})), attempts=counted)
     amended = replace(announced, details={**announced.details, **msgspec.to_builtins(changed, str_keys=True)})
     if rows:
-        left = [(number, row.id) for number, row in _rebuild(connection, lane) if row.id not in rows]
+        left = [(number, row.id) for number, row in rebuild(connection, lane) if row.id not in rows]
         amended = replace(amended, count=len(left), digest=digest(left))
     fenced(connection, lane, **stored(amended))
     book.count_attempts(again)

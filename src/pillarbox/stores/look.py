@@ -1,0 +1,315 @@
+"""How a log is looked at: which rows come next, and where the lane stands once they are dealt with.
+
+A look is one statement. What it brings is put together here, and nothing is written; what a batch consists of is read
+again by the cursors before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+from sqlalchemy import Connection
+
+from ..cursor import Cursor, Snapshot, Window
+from ..errors import LaneHaltedError, StoreError
+from ..outbox import Lane, Page, Row
+from . import log_sql
+from . import look_sql as sql
+from .announced import contents_of, position
+from .failures import Failures, decode_headers, place, row_of
+from .statement import DirectStatement
+
+_LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
+
+SCAN = 20_000
+"""How many rows a look goes through at most, where some of them are not for it."""
+_WORTH_A_WRITE = 1_000
+"""A detour that finds nothing moves on when this many rows, or more, lay between."""
+FILTERED = (
+    "row level security hides rows of pillarbox_outbox from this role, and what a relay does not see it passes over: "
+    "give it a role with BYPASSRLS, or the table's owner"
+)
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What a page has to tell its announcement."""
+
+    window: Window
+    server: str
+    """Where we looked. After a failover others may use the numbers that we have seen."""
+    detour: str | None = None
+    """Whose rows they are, if it was a detour."""
+    discarded: frozenset[int] = frozenset()
+    """Those of the rows that are never to be sent."""
+
+
+class RowReader:
+    """How a look gets its rows: here all of them from the table, with the look itself."""
+
+    at_a_glance: ClassVar[bool] = True
+    """Whether a glance is one statement, and nothing else."""
+
+    def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A look that is mostly enough; rows that are too large may lack their bodies."""
+        return glance_for(parameters).fetch(connection, parameters)
+
+    def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
+        """A closer look, with all bodies that the bytes allow."""
+        found = looks.light.fetch(connection, parameters)
+        if not _lacks_bodies(found):
+            return found
+        # It may leave out rows that were too much, so how far it has looked says nothing.
+        return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
+
+
+class Room(NamedTuple):
+    """How much a page may hold, and where its rows come from."""
+
+    limit: int
+    max_bytes: int
+    reader: RowReader
+    late: bool | None = None
+    """Whether a glance has shown late rows, if there was one already and it was not enough."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    look: Look
+    rows: list[Row]
+    asked: dict[int, int]
+    """People's requests, each with the row that it is about."""
+    passed: bool
+    """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
+    in_a_crowd: bool = False
+    due: bool = True
+    """Whether failed rows may be due, as far as was looked."""
+    in_book: bool = False
+    """Whether some of the rows may have been discarded."""
+
+
+def poll(  # noqa: PLR0917  what one statement asks
+    connection: Connection, lane: Lane, room: Room, paused: list[str], detour: str | None, found: Found | None
+) -> Page:
+    if found is not None:
+        found = _without_discarded(found, connection, lane)
+    elif detour is None or _may_find(lane, detour):
+        found = look_at(connection, lane, detour, room)
+    redo: tuple[Row, ...] = ()
+    if lane.waiting and (found is None or found.due):
+        redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused))
+    if found is None:
+        return Page(redo=redo, fresh=())
+    held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
+    asked = found.asked
+    if asked and (contents := contents_of(lane)) is not None:
+        known = Failures(connection, lane).know(asked.values())
+        asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
+    if held:
+        return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
+    return Page(
+        redo=redo,
+        fresh=tuple(found.rows),
+        passed=found.passed,
+        in_a_crowd=found.in_a_crowd,
+        requests=tuple(sorted(asked)),
+        cursor=found.look,
+    )
+
+
+def _may_find(lane: Lane, detour: str) -> bool:
+    """Whether the lane may have passed over anything since the detour was last looked at."""
+    start, main = position(lane, detour), position(lane)
+    return start.paging is not None or (start != main and main.leads(start))
+
+
+def look_at(connection: Connection, lane: Lane, detour: str | None, room: Room) -> Found:
+    """What comes next, and with it the rows."""
+    start = position(lane, detour)
+    found = _look_from(start, connection, lane, detour, room)
+    if start.paging is not None and not found.rows:  # what was left of the late rows goes by a detour
+        behind = Cursor(start.high, start.paging)
+        if detour is None or position(lane).leads(behind):
+            found = _look_from(behind, connection, lane, detour, room)
+        else:
+            found = replace(found, look=replace(found.look, window=Window(behind, behind.seen)))
+        found = replace(found, passed=True)
+    return _without_discarded(found, connection, lane)
+
+
+def _without_discarded(found: Found, connection: Connection, lane: Lane) -> Found:
+    """What was found, without the rows that are never to be sent: the cursor passes over them."""
+    if not found.in_book:
+        return found
+    asked = {"route": lane.route.id, "shard": lane.shard, "ids": [row.id for row in found.rows]}
+    discarded = frozenset(row for (row,) in sql.DISCARDED.fetch(connection, asked))
+    if not discarded:
+        return found
+    rows = [row for row in found.rows if row.id not in discarded]
+    return replace(found, look=replace(found.look, discarded=discarded), rows=rows, passed=True)
+
+
+def question_of(start: Cursor, lane: Lane, room: Room) -> dict[str, Any]:
+    return {
+        "route": lane.route.id,
+        "shard": lane.shard,
+        "high": start.high,
+        "limit": room.limit,
+        "max_bytes": room.max_bytes,
+        "xmax": str(start.seen.xmax),
+        "running": [str(xid) for xid in start.seen.running],
+    }
+
+
+def glance_for(question: dict[str, Any]) -> DirectStatement:
+    return sql.GLANCES[bool(question["running"])]
+
+
+def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: Room) -> Found:
+    limit, reader, late = room.limit, room.reader, room.late
+    parameters = question_of(start, lane, room)
+    poll, page = sql.POLL, sql.PAGE
+    main: Cursor | None = None
+    if lane.detours:
+        poll, page = sql.DIVIDED_POLL, sql.DIVIDED_PAGE
+        parameters |= side(lane, detour) | {"snapshot": None, "up_to": None, "scan": SCAN}
+        if detour is not None:
+            main = position(lane)
+            parameters |= {"snapshot": str(main.seen), "up_to": main.high}
+    window = Looked(start, limit, detour)
+    if start.paging is not None:
+        found = reader.look(connection, page, {**parameters, **_late(start.late), "done": start.done})
+        window.check(found)
+        return window.of(found, start.paging, start.late)
+    if late is None and not lane.detours:
+        glanced, late = window.glance(reader.glance(connection, parameters))
+        if glanced is not None:
+            return glanced
+    found = reader.look(connection, poll, parameters)
+    count, snapshot, xids = window.check(found)
+    if main is not None:
+        snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
+    if count <= limit:
+        return window.of(found, snapshot, xids)
+    # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
+    more = connection.execute(sql.LATE_XIDS, {**parameters, "snapshot": str(snapshot)}).scalars()
+    xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
+    found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
+    return window.of(found, snapshot, xids)
+
+
+def side(lane: Lane, detour: str | None) -> dict[str, Any]:
+    """Which tenants a statement is about."""
+    return {"detour": detour, "passed_over": [] if detour is not None else sorted(lane.detours or ())}
+
+
+def _lacks_bodies(found: Sequence[Any]) -> bool:
+    return any([values[7] is None and values[0] < _LOOK for values in found])  # noqa: C419  faster
+
+
+def _late(xids: Iterable[int]) -> dict[str, list[str]]:
+    return {"late": [str(xid) for xid in xids]}
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """Makes sense of what a look has brought."""
+
+    start: Cursor
+    limit: int
+    detour: str | None
+
+    def check(self, found: Sequence[Any]) -> tuple[Any, Snapshot, tuple[int, ...]]:
+        """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
+        _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
+        if refused == "standby":
+            raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
+        if refused == "filtered":
+            raise StoreError(FILTERED)
+        snapshot, before = Snapshot.parse(told), self.start.paging or self.start.seen
+        if snapshot.lies_below(before):
+            raise LaneHaltedError(
+                f"the lane has seen snapshot {before}, and the database is at {snapshot}: "
+                "it went back in time, or is another one"
+            )
+        return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
+
+    def glance(self, found: Sequence[Any]) -> tuple[Found | None, bool]:
+        """What was found, if a glance is enough for it; and whether there are late rows."""
+        late, snapshot, _ = self.check(found)
+        if late is not None or _lacks_bodies(found):
+            return None, late is not None
+        return replace(self.of(found, snapshot), due=any(values[0] == _DUE for values in found)), False
+
+    def of(self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = ()) -> Found:
+        """What was found, as far as a batch takes it."""
+        rows = [
+            Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
+            for part, row_id, event_id, topic, key, tenant, headers, body in found
+            if part < _LOOK
+        ]
+        rows.sort(key=attrgetter("id"))
+        cut = len(rows) > self.limit
+        del rows[self.limit :]
+        count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
+        late = min(count, sum(values[0] == 0 for values in found), self.limit)
+        more = late < count
+        if more:  # none of the fresh ones before the last late one
+            del rows[late:]
+        reach, seen, passed_late = next(
+            ((it[1] or 0, int(it[3]), it[4]) for it in found if it[0] == _REACHED), (0, 0, None)
+        )
+        window = Window(
+            self.start,
+            snapshot,
+            late=tuple(row.id for row in rows[:late]),
+            fresh=tuple(row.id for row in rows[late:]),
+            xids=xids,
+            more=more,
+            reach=0 if cut or more else reach,
+        )
+        step = 1 if self.detour is None else _WORTH_A_WRITE
+        passed = self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
+        if not rows:
+            passed = passed or passed_late is not None or reach >= self.start.high + step
+        in_book = next((values[1] for values in found if values[0] == _IN_BOOK), None)
+        return Found(
+            Look(window, server, self.detour),
+            rows,
+            {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
+            passed,
+            in_a_crowd=seen >= SCAN and not rows,
+            in_book=late > 0 or (bool(rows) and in_book is not None and in_book <= rows[-1].id),
+        )
+
+
+def rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
+    contents, announced = contents_of(lane), lane.announced
+    if announced is None or contents is None:
+        return []
+    start, end = contents.ends(lane)
+    parameters = {
+        **place(lane),
+        **side(lane, contents.detour),
+        "xmax": str(start.seen.xmax),
+        "running": [str(xid) for xid in start.seen.running],
+        "snapshot": str(end.paging or end.seen),
+        "late_after": start.done,
+        "late_up_to": start.high if end.paging is None else end.done,
+        "after": start.high,
+        "up_to": start.high if end.paging is not None else end.high,
+        "ids": [*contents.redo],
+    }
+    skip = {*contents.skip}
+    rows = {values[0]: row_of(values) for values in connection.execute(sql.BETWEEN, parameters)}
+    order = [*contents.redo, *(row for row in rows if row not in skip)]
+    if contents.redo:
+        rows |= {values[0]: row_of(values) for values in connection.execute(log_sql.REDONE, parameters)}
+    numbered = enumerate(announced.items or order, start=announced.first_number)
+    found = [(number, rows[row]) for number, row in numbered if row in rows and row not in contents.out]
+    lane.check_batch(found)
+    if contents.attempts:
+        attempts = contents.attempts
+        found = [(number, replace(row, attempts=attempts.get(row.id, row.attempts))) for number, row in found]
+    return found
