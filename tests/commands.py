@@ -7,6 +7,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from unittest.mock import patch
 
+_MODULE = re.compile(r"[\w.]+:\w+")
 _IMPORTED = (
     *(
         f"pillarbox.cli.{name}"
@@ -29,8 +31,8 @@ _IMPORTED = (
 def run(
     arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``pillarbox`` to its end: in a process of its own if it imports a module of the folder, which would stay."""
-    if any((folder / f"{argument.partition(':')[0]}.py").exists() for argument in arguments):
+    """Run ``pillarbox`` to its end: in a process of its own if it imports a module of a user, which would stay."""
+    if any(_MODULE.fullmatch(it) or (folder / f"{it}.py").exists() for it in arguments):
         return fork(arguments, environment, folder, timeout)
     return _run_here(arguments, environment, folder)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.docs.test_docs import LINK, blocks_of, commands_of, matches
 from tests.servers import wait_until
 from tests.web import ROOT
@@ -45,15 +46,19 @@ class Reader:
 
     def call(self, command: str) -> str:
         """What a command prints."""
-        done = subprocess.run(
-            shlex.split(command),
-            env=self._environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        program, *arguments = shlex.split(command)
+        if program == "pillarbox":
+            done = commands.run(arguments, self._environment, ROOT, timeout=60)
+        else:
+            done = subprocess.run(
+                [program, *arguments],
+                env=self._environment,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

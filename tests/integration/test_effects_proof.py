@@ -29,6 +29,7 @@ async def test_h80_effects_happen_once_through_kills_copies_and_disorder(
     assert min(result["duplicates"], result["disordered"], result["held"]) > 0, result
 
 
+@pytest.mark.full
 async def test_h87_an_outage_of_the_database_makes_no_letters_and_consumers_go_on_after_it(
     postgres_database: Database,
 ) -> None:

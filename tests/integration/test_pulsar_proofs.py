@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pillarbox.testing.link import Link
 from pillarbox.testing.pulsar import PulsarCluster
 from tests.prove import pulsar_million, pulsar_outage, pulsar_tenants
@@ -18,6 +20,7 @@ async def test_events_through_kills_of_relays_and_broker(
     assert (result["on_topic"], result["relay_kills"], result["broker_kills"]) == (5_000, 2, 1)
 
 
+@pytest.mark.full
 async def test_a_broker_that_is_cut_off_costs_no_event_and_no_attempt(
     postgres_database: Database, pulsar: Pulsar
 ) -> None:
@@ -30,6 +33,7 @@ async def test_a_broker_that_is_cut_off_costs_no_event_and_no_attempt(
     assert result["on_topic"] == result["events"] > 0
 
 
+@pytest.mark.full
 async def test_tenants_with_topics_of_their_own(postgres_database: Database, pulsar: Pulsar) -> None:
     result = await pulsar_tenants.prove(postgres_database.url(), pulsar.url, pulsar.admin_url, tenants=20, seed=7)
     assert pulsar_tenants.holds(result), result

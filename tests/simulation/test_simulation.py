@@ -28,8 +28,11 @@ def test_nothing_is_lost_doubled_or_out_of_order_in_any_world(first: int) -> Non
 
 @pytest.mark.parametrize(
     ("seed", "options"),
-    [(8, {"numbered": True}), (36, {"numbered": False}), (136, {"numbered": True, "floods": True})],
-    ids=["numbered", "plain and bus", "detour"],
+    [
+        pytest.param(8, {"numbered": True}, id="numbered"),
+        pytest.param(36, {"numbered": False}, id="plain and bus"),
+        pytest.param(136, {"numbered": True, "floods": True}, id="detour", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("moment", ["crash before", pytest.param("crash after", marks=pytest.mark.full)])
 def test_a_relay_may_crash_at_every_call(seed: int, options: dict[str, Any], moment: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-CONTRACT = Path(__file__).parent.parent / "contract"
+ROOT = Path(__file__).parents[2]
+CONTRACT = ROOT / "tests" / "contract"
 PROGRAMS = ("quickstart.py", "own_session.py", "consumer.py", "pulsar_exactly_once.py")
 WRONG = """
 from pillarbox import IntegrationEvent, Pillarbox, Route
@@ -37,7 +38,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "wrong.py").write_text(WRONG)
     # One of them reads by the official client, which has no types: the one thing that a user's checker must be told.
     (folder / "mypy.ini").write_text("[mypy]\n[mypy-pulsar]\nignore_missing_imports = true\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context"]
+    cache = f"--cache-dir={ROOT / '.mypy_cache' / 'contract'}"
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", cache]
     done = subprocess.run([*command, *PROGRAMS, "wrong.py"], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.splitlines()
 
