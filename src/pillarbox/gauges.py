@@ -104,7 +104,7 @@ class Question:
 
 
 def _backlog(connection: Connection) -> list[Sample]:
-    from .stores.inspection import backlog  # noqa: PLC0415  for those who look
+    from .stores.overview import backlog  # noqa: PLC0415  for those who look
 
     return [
         sample
@@ -118,7 +118,7 @@ def _backlog(connection: Connection) -> list[Sample]:
 
 
 def _unowned(connection: Connection) -> list[Sample]:
-    from .stores.inspection import unowned_lanes  # noqa: PLC0415  as above
+    from .stores.overview import unowned_lanes  # noqa: PLC0415  as above
 
     return [Sample(telemetry.LANES_UNOWNED, (route,), lanes) for route, lanes in unowned_lanes(connection).items()]
 

@@ -14,7 +14,7 @@ from pillarbox.outbox import Batch, Lane
 from pillarbox.stores import days, log, look, look_sql, retention
 from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.days import Fate
-from pillarbox.stores.inspection import backlog, lane_states
+from pillarbox.stores.overview import backlog, lane_states
 from pillarbox.stores.partitions import Part
 from pillarbox.stores.trail import Author
 from tests.copies import ROUTE, SHARD, Outbox, outbox

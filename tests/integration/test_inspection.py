@@ -10,8 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
 from pillarbox.outbox import Status
-from pillarbox.stores import inspection
-from pillarbox.stores.inspection import TYPE_PATTERN, Filter, Unserved
+from pillarbox.stores import inspection, overview
+from pillarbox.stores.inspection import TYPE_PATTERN, Filter
+from pillarbox.stores.overview import Unserved
 from pillarbox.stores.tables import lanes, outbox
 from pillarbox.transports.memory import MemoryTransport
 from tests.servers import Database
@@ -106,11 +107,11 @@ async def test_statistics_follow_the_status(engine: AsyncEngine) -> None:
 
 async def test_paused_lanes_wait_on_purpose(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        (found,) = await connection.run_sync(inspection.unserved)
+        (found,) = await connection.run_sync(overview.unserved)
         assert found == Unserved("broker:yard.events", "broker", "yard.events", found.lanes, 4)
         assert 1 <= found.lanes <= 4
         await connection.execute(update(lanes).values(paused=True))
-        assert await connection.run_sync(inspection.unserved) == []
+        assert await connection.run_sync(overview.unserved) == []
 
 
 async def test_a_delivery_whose_route_is_gone_is_still_shown(engine: AsyncEngine) -> None:

@@ -21,7 +21,7 @@ from pillarbox.cli.why import Answer, explain
 from pillarbox.cursor import Cursor
 from pillarbox.errors import LeaseLostError, StoreError
 from pillarbox.outbox import Batch, FailurePolicy, Lane, Status, stable_hash
-from pillarbox.stores import inspection, operations, sqlite, store_on
+from pillarbox.stores import inspection, operations, overview, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.inspection import Filter, Summary
 from pillarbox.stores.operations import Action, Change, Handle, Lanes, Run, Selection, Tenant
@@ -354,7 +354,7 @@ class TestLanes:
             await yard.store.announce(held[shard], Batch(items=[yard.rows[0].id]), settle=False)
         (again,) = await yard.store.take("relay-2", lease=60, wanted={ROUTE_ID: 16})
         assert (again.shard, again.epoch) == (shard, held[shard].epoch + 2)
-        (state,) = await yard.ask(lambda it: inspection.lane_states(it, ROUTE, shard))
+        (state,) = await yard.ask(lambda it: overview.lane_states(it, ROUTE, shard))
         assert (state.owner, state.trouble) == ("relay-2", None)
 
     async def test_what_a_list_shows(self, yard: Yard) -> None:
@@ -363,7 +363,7 @@ class TestLanes:
         await yard.kill(last)
         await yard.held()
         await yard.lane(rate=3.0, trouble="no route to host", trouble_until=from_now(30))
-        states = {each.shard: each for each in await yard.ask(inspection.lane_states)}
+        states = {each.shard: each for each in await yard.ask(overview.lane_states)}
         assert len(states) == 16
         assert sum(each.pending for each in states.values()) == 5
         state = states[shard_of(yard, first)]
@@ -372,7 +372,7 @@ class TestLanes:
         assert 0 < (state.lease_seconds or 0) <= 60
         assert 0 < (state.trouble_seconds or 0) <= 30
         assert states[shard_of(yard, last)].waiting == 1
-        assert await yard.ask(lambda it: inspection.lane_states(it, "another")) == []
+        assert await yard.ask(lambda it: overview.lane_states(it, "another")) == []
 
 
 class TestWhy:

@@ -22,8 +22,8 @@ from sqlalchemy.orm import sessionmaker
 from pillarbox import CommitOutcomeUnknown, Pillarbox, RetryPolicy, Route, event_context, gauges, telemetry
 from pillarbox.otel import OtelSignals
 from pillarbox.prometheus import PrometheusSignals
-from pillarbox.stores import inspection
-from pillarbox.stores.inspection import backlog, unowned_lanes
+from pillarbox.stores import overview
+from pillarbox.stores.overview import backlog, unowned_lanes
 from pillarbox.telemetry import Observer
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -176,7 +176,7 @@ class TestBacklog:
     async def test_a_huge_one_is_not_counted_to_its_end(
         self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(inspection, "COUNTED", 2)
+        monkeypatch.setattr(overview, "COUNTED", 2)
         async with box_with(postgres_database.url()) as box:
             await set_up(box)
             async with box.unit_of_work() as uow:

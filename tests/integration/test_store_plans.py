@@ -21,9 +21,10 @@ from pillarbox.outbox import Batch, Failure, Lane
 from pillarbox.stores import operations, rebase, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.identity import renew
-from pillarbox.stores.inspection import Filter, backlog, lead_to_indexes, unsent
+from pillarbox.stores.inspection import Filter, lead_to_indexes, unsent
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
+from pillarbox.stores.overview import backlog
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import meta, outbox
 from pillarbox.stores.trail import Author

@@ -18,11 +18,12 @@ from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
 from ..rejections import REJECTS_EVERYTHING
 from ..settings import Settings, masked
-from ..stores import inspection, origin, partitions
+from ..stores import inspection, origin, overview, partitions, server
 from ..stores.columns import from_now
 from ..stores.inbox import consumers as registered
-from ..stores.inspection import Group, LaneState, RelayState
+from ..stores.inspection import Group
 from ..stores.letters import SqlLetters
+from ..stores.overview import LaneState, RelayState
 from ..stores.schema import check_schema, schema_version
 from ..stores.slots import slot_states
 from ..stores.tables import meta
@@ -114,7 +115,7 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _shards(connection, settings)
     yield from _ids(connection)
     yield from _days(connection)
-    relays, lanes = inspection.live_relays(connection), inspection.lane_states(connection)
+    relays, lanes = overview.live_relays(connection), overview.lane_states(connection)
     groups = inspection.statistics(connection)
     yield from _relays(relays, groups)
     yield from _lanes(connection, relays, lanes)
@@ -133,7 +134,7 @@ def _original(connection: Connection) -> Iterator[Check]:
 
 
 def _version(connection: Connection) -> Check:
-    product, version = inspection.server(connection)
+    product, version = server.product(connection)
     found = f"{product} {'.'.join(map(str, version))}"
     oldest = _OLDEST[product]
     if version < oldest:
@@ -142,7 +143,7 @@ def _version(connection: Connection) -> Check:
 
 
 def _durability(connection: Connection) -> Iterator[Check]:
-    for name, value in inspection.variables(connection, _RISKY).items():
+    for name, value in server.variables(connection, _RISKY).items():
         if value in _RISKY[name]:
             remedy = f"a crash of the server may lose committed events: set {name} to its default"
             yield Check("durability", State.WARNING, f"{name} is {value}", remedy)
@@ -151,7 +152,7 @@ def _durability(connection: Connection) -> Iterator[Check]:
 
 
 def _encoding(connection: Connection) -> Iterator[Check]:
-    for name, value in inspection.variables(connection, _ENCODINGS).items():
+    for name, value in server.variables(connection, _ENCODINGS).items():
         wanted = _ENCODINGS[name]
         if value == wanted:
             yield Check("encoding", State.OK, value)
@@ -173,10 +174,10 @@ def _shards(connection: Connection, settings: Settings) -> Iterator[Check]:
 def _ids(connection: Connection) -> Iterator[Check]:
     """Within a key, ids must rise in the order of locks: nobody may draw ids in advance or out of another series."""
     if connection.dialect.name == "postgresql":
-        cache = inspection.id_cache(connection)
+        cache = server.id_cache(connection)
         remedy = "events of a key may change places: ALTER TABLE pillarbox_outbox ALTER COLUMN id SET CACHE 1"
         yield _expected("ids", "the cache of the sequence of pillarbox_outbox.id", cache, State.PROBLEM, remedy)
-    for name, value in inspection.variables(connection, ["auto_increment_increment"]).items():
+    for name, value in server.variables(connection, ["auto_increment_increment"]).items():
         remedy = "several nodes draw ids, and events of a key may change places: let all writers use one node"
         yield _expected("ids", name, int(value), State.WARNING, remedy)
 
@@ -219,7 +220,7 @@ def _lanes(connection: Connection, relays: list[RelayState], lanes: list[LaneSta
 
 
 def _unserved(connection: Connection, relays: list[RelayState]) -> Iterator[Check]:
-    for route in inspection.unserved(connection):
+    for route in overview.unserved(connection):
         where = f"{number(route.lanes, 'lane')} that nobody serves"
         what = f"{number(route.waiting, 'delivery')} of route {route.route!r} wait in {where}"
         serving = ", ".join(relay.name for relay in relays if route.route in relay.routes)
@@ -255,7 +256,7 @@ def _troubled(lanes: list[LaneState]) -> Iterator[Check]:
 
 def _pauses(connection: Connection, lanes: list[LaneState]) -> Iterator[Check]:
     routes = Counter(lane.route for lane in lanes if lane.paused)
-    states = inspection.tenant_states(connection)
+    states = overview.tenant_states(connection)
     tenants = [each.tenant for each in states if each.paused]
     for route, count in routes.items():
         what = f"{number(count, 'lane')} of route {route!r} paused"

@@ -9,9 +9,9 @@ from typing import Any
 import click
 from sqlalchemy import Connection
 
-from ..stores import inspection, operations
-from ..stores.inspection import LaneState
+from ..stores import operations, overview
 from ..stores.operations import Change, Handle, Lanes, Tenant
+from ..stores.overview import LaneState
 from ..stores.trail import Author
 from .arguments import Number, check_text, confirm, confirmed, options, signed, together
 from .database import ask, load_settings, run
@@ -36,7 +36,7 @@ def command() -> None:
 @options
 def list_lanes(config: Path | None, as_json: bool, route: str | None) -> None:
     """List lanes: who holds them, what they have before them, what holds them back."""
-    found = run(ask(load_settings(config), lambda it: inspection.lane_states(it, route)))
+    found = run(ask(load_settings(config), lambda it: overview.lane_states(it, route)))
     headings = ("ROUTE", "SHARD", "OWNER", "LEASE", "EPOCH", "BATCH", "PENDING", "WAITING", "OLDEST", "HELD BACK BY")
     rows = [
         (it.route, it.shard, it.owner, _lease(it), it.epoch, it.batch, it.pending, it.waiting, *_state(it))
@@ -145,7 +145,7 @@ def _owner(connection: Connection, change: Change) -> str:
         return ""
     if change.target.shard is None:
         raise CommandError(f"name one lane of {change.target}: ROUTE/SHARD", Exit.USAGE)
-    (lane,) = inspection.lane_states(connection, change.target.route, change.target.shard)
+    (lane,) = overview.lane_states(connection, change.target.route, change.target.shard)
     return f"{lane.owner}, whose lease {'has ' if lane.held else ''}{_lease(lane)}{' left' if lane.held else ''}"
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from ..app import Pillarbox
 from ..relay import Relay
 from ..settings import Settings
-from ..stores.inspection import live_relays
+from ..stores.overview import live_relays
 from ..stores.tables import meta, routes
 from ..transports import connect
 from .arguments import options

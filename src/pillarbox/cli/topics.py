@@ -17,7 +17,7 @@ from ..errors import ConfigurationError
 from ..outbox import RouteRecord
 from ..route import TOPIC_PART
 from ..settings import Settings
-from ..stores import inspection
+from ..stores import overview
 from ..stores.schema import check_schema
 from ..transports.pulsar.address import parse_address
 from ..transports.pulsar.admin import PulsarAdmin, Retention
@@ -178,7 +178,7 @@ def _clusters(
     values: Mapping[str, Sequence[str]],
 ) -> list[_Cluster]:
     check_schema(connection)
-    routes = inspection.routes_to(connection, [*admins]) if records is None else records
+    routes = overview.routes_to(connection, [*admins]) if records is None else records
     clusters = []
     for name, admin in admins.items():
         topics, missing = dict[TopicName, None](), []
@@ -192,7 +192,7 @@ def _clusters(
                 # The outbox cannot fill it in: in "a-b-c" nobody sees where the tenant ends.
                 missing.append(f"route {route.name}: --{given[0]}s alone does not name its topics; say {say}, too")
                 continue
-            found = inspection.topics_of(connection, route) if unknown else _filled(route.topic, values)
+            found = overview.topics_of(connection, route) if unknown else _filled(route.topic, values)
             topics |= dict.fromkeys(map(TopicName.parse, found))
             if not found:
                 missing.append(f"route {route.name}: the outbox has none of its deliveries yet; say {say}")

@@ -21,8 +21,9 @@ from .. import clock
 from ..outbox import BUS, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import BUG
-from ..stores import inspection
-from ..stores.inspection import AuditEntry, Details, LaneState, OpenRequest, TenantState
+from ..stores import inspection, overview
+from ..stores.inspection import AuditEntry, Details, OpenRequest
+from ..stores.overview import LaneState, TenantState
 from .arguments import options
 from .database import ask, load_settings, run
 from .output import Exit, age, emit, number, plain, shown, when
@@ -149,18 +150,18 @@ def start_a_relay(destination: str, topic: str) -> str:
 
 
 def _case(connection: Connection, delivery: Details) -> _Case | None:
-    route = inspection.route_named(connection, delivery.route) if delivery.route else None
-    lanes = inspection.lane_states(connection, delivery.route, delivery.shard)
+    route = overview.route_named(connection, delivery.route) if delivery.route else None
+    lanes = overview.lane_states(connection, delivery.route, delivery.shard)
     if route is None or not lanes:
         return None
-    tenants = [it for it in inspection.tenant_states(connection) if it.tenant == delivery.tenant_id]
+    tenants = [it for it in overview.tenant_states(connection) if it.tenant == delivery.tenant_id]
     return _Case(
         connection=connection,
         delivery=delivery,
         route=route,
         lane=lanes[0],
         tenant=tenants[0] if tenants else None,
-        serving=[it.name for it in inspection.live_relays(connection) if it.serves(route.name, delivery.shard)],
+        serving=[it.name for it in overview.live_relays(connection) if it.serves(route.name, delivery.shard)],
         asked=inspection.open_requests(connection, [delivery.id]),
         head=_head(connection, delivery, route),
         now=inspection.database_time(connection),

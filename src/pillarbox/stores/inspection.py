@@ -1,5 +1,4 @@
-"""The outbox as people see it: questions to the view ``outbox_events``, to lanes, relays and the trail of what people
-did, and to the server about itself.
+"""The outbox as people see it: questions to the view ``outbox_events``, and to the trail of what people did.
 
 Nothing here changes anything. All values are bound; filters by key and tenant compare bytes, as the store does. Ages
 and leases are told by the database's clock.
@@ -17,42 +16,27 @@ from uuid import UUID
 
 from sqlalchemy import (
     BigInteger,
-    BindParameter,
     Column,
     ColumnElement,
     Connection,
-    FromClause,
     Row,
-    Select,
     and_,
     bindparam,
-    case,
     column,
     func,
-    literal_column,
     or_,
     select,
     table,
     text,
-    true,
-    union_all,
 )
 from sqlalchemy.types import TypeEngine
 
 from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
-from .append import route_record
 from .columns import Utc, from_now
-from .tables import audit, failures, lanes, outbox, relays, requests, routes, tenants
+from .tables import audit, failures, outbox, requests
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
-
-_WAITING = (Status.PENDING, Status.RETRYING)
-_AFTER_FAILURE = (Status.RETRYING, Status.PARKED, Status.FAILED)
-COUNTED = 50_000
-"""What a lane has beyond that need not be known so exactly that the whole backlog is read for it."""
-_YOUNGEST = 0.001
-"""What waits is at least so many seconds old, whatever clocks say: 0 means that nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,73 +107,6 @@ class Group:
     count: int
     oldest_at: datetime
     oldest_age_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Unserved:
-    """A route with waiting deliveries in lanes that no relay holds."""
-
-    route: str
-    destination: str
-    topic: str
-    """As the route says it; the handler's name if the destination is this process."""
-    lanes: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class LaneState:
-    """A lane: who holds it, what it has before it, and what holds it back."""
-
-    route: str
-    destination: str
-    shard: int
-    owner: str | None
-    lease_seconds: float | None
-    """Until the lease ends; below zero: since it has ended; None: nobody holds the lane."""
-    epoch: int
-    batch: int
-    tries: int
-    pending: int
-    waiting: int
-    """Deliveries that are RETRYING, PARKED or FAILED."""
-    oldest_pending_seconds: float | None
-    paused: bool
-    rate: float | None
-    trouble: str | None
-    trouble_seconds: float | None
-    """Until the owner tries again; None, if there is trouble: it needs a person."""
-
-    @property
-    def held(self) -> bool:
-        """Whether a relay holds it now."""
-        return self.lease_seconds is not None and self.lease_seconds > 0
-
-    def __str__(self) -> str:
-        return f"{self.route}/{self.shard}"
-
-
-@dataclass(frozen=True, slots=True)
-class RelayState:
-    """A relay that is alive, and what it serves."""
-
-    name: str
-    routes: tuple[str, ...]
-    shards: tuple[int, ...] | None
-    """None: all of them."""
-
-    def serves(self, route: str, shard: int) -> bool:
-        """Whether it may hold this lane."""
-        return route in self.routes and (self.shards is None or shard in self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class TenantState:
-    """A tenant that people have stopped or slowed."""
-
-    tenant: str
-    paused: bool
-    rate: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,84 +218,6 @@ def statistics(connection: Connection) -> list[Group]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What a route has before it."""
-
-    route: str
-    pending: int
-    """PENDING, SENDING, RETRYING and PARKED."""
-    failed: int
-    oldest_pending_seconds: float
-
-
-def unowned_lanes(connection: Connection) -> dict[str, int]:
-    """How many lanes of each route nobody holds, without those that are paused."""
-    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
-    unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
-    counted = select(routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id).group_by(routes.c.name)
-    return dict(connection.execute(counted).all())
-
-
-def backlog(connection: Connection) -> list[Backlog]:
-    """What each route has to send. Reads only the index of what is not sent, and the first row of each lane. On
-    PostgreSQL, where counting takes longest, it stops at `COUNTED` in each lane and status.
-    """
-    do_not_compile(connection)
-    lead_to_indexes(connection)
-    bounded = connection.dialect.name == "postgresql"
-    counted = union_all(*(_counted(status, bounded) for status in (Status.PENDING, *_AFTER_FAILURE)))
-    pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, datetime]]()
-    for route, status, count, lowest, written_at in connection.execute(counted):
-        counts = failed if status == Status.FAILED else pending
-        counts[route] = counts.get(route, 0) + count
-        if counts is pending:
-            first[route] = min(first.get(route, (lowest, written_at)), (lowest, written_at))
-    now = database_time(connection)
-    return [
-        Backlog(
-            name,
-            pending.get(route, 0),
-            failed.get(route, 0),
-            max(_YOUNGEST, (now - first[route][1]).total_seconds()) if route in first else 0.0,
-        )
-        for route, name in connection.execute(select(routes.c.id, routes.c.name))
-    ]
-
-
-def _counted(status: Status, bounded: bool) -> Select[Any]:
-    """Per lane, so that every database finds them by its index, and none reads what was sent. When the first was
-    written is asked in the same statement: by the next one it may have been sent.
-    """
-    found = unsent.c.status == literal_column(f"'{status}'")
-    same_lane = and_(unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard)
-    if bounded:
-        some = select(unsent.c.id).where(same_lane, found).limit(COUNTED).correlate(lanes).lateral("some")
-        counting = (
-            select(lanes.c.route, lanes.c.shard).add_columns(*_amount(some)).select_from(lanes).join(some, true())
-        )
-    else:
-        counting = select(lanes.c.route, lanes.c.shard).add_columns(*_amount(unsent)).select_from(lanes)
-        counting = counting.join(unsent, and_(same_lane, found))
-    counted = counting.group_by(lanes.c.route, lanes.c.shard).subquery()
-    # Only with its lane and status is a row found by its id without reading all of them.
-    is_first = and_(
-        unsent.c.route == counted.c.route, unsent.c.shard == counted.c.shard, unsent.c.id == counted.c.first
-    )
-    written_at = select(unsent.c.created_at).where(is_first, found).correlate(counted).scalar_subquery()
-    return select(
-        counted.c.route,
-        literal_column(f"'{status}'"),
-        counted.c.amount,
-        counted.c.first,
-        written_at.label("written_at"),
-    )
-
-
-def _amount(rows: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
-    return func.count().label("amount"), func.min(rows.c.id).label("first")
-
-
 def lead_to_indexes(connection: Connection) -> None:
     """A limit makes PostgreSQL hope that it comes soon to what it looks for, and read the whole outbox for each lane.
     For this transaction.
@@ -395,125 +234,10 @@ def do_not_compile(connection: Connection) -> None:
         connection.execute(text("SET LOCAL jit = off"))
 
 
-def unserved(connection: Connection) -> list[Unserved]:
-    """Routes whose deliveries wait in lanes without an owner. Lanes that were paused wait on purpose."""
-    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
-    what = (routes.c.name, routes.c.destination, routes.c.topic)
-    found = (
-        select(*what, func.count(lanes.c.shard.distinct()), func.count())
-        .select_from(unsent)
-        .join(lanes, (lanes.c.route == unsent.c.route) & (lanes.c.shard == unsent.c.shard))
-        .join(routes, routes.c.id == unsent.c.route)
-        .where(unsent.c.status.in_(_WAITING), ~lanes.c.paused, free)
-        .group_by(*what)
-        .order_by(routes.c.name)
-    )
-    return [Unserved(*row) for row in connection.execute(found)]
-
-
 def database_time(connection: Connection) -> datetime:
     """Now, as the database sees it."""
     now: datetime = connection.execute(select(from_now())).scalar_one()
     return now
-
-
-# -- lanes and relays --------------------------------------------------------------------------------------------------
-
-
-def lane_states(connection: Connection, route: str | None = None, shard: int | None = None) -> list[LaneState]:
-    """All lanes, or those of one route, or one of them."""
-    wanted = [] if route is None else [lanes.c.route == stable_hash(route)]
-    if shard is not None:
-        wanted.append(lanes.c.shard == shard)
-    is_pending = unsent.c.status == Status.PENDING
-    counted = (
-        select(
-            unsent.c.route,
-            unsent.c.shard,
-            func.count(case((is_pending, 1))).label("pending"),
-            func.count(case((~is_pending, 1))).label("waiting"),
-            func.min(case((is_pending, unsent.c.id))).label("first"),
-        )
-        .where(unsent.c.status.in_((Status.PENDING, *_AFTER_FAILURE)))
-        .group_by(unsent.c.route, unsent.c.shard)
-        .subquery()
-    )
-    # Only with its lane and status is a row found by its id without reading all of them.
-    is_first = and_(
-        unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard, is_pending, unsent.c.id == counted.c.first
-    )
-    found = (
-        select(lanes, routes.c.name, routes.c.destination, counted.c.pending, counted.c.waiting, unsent.c.created_at)
-        .join(routes, routes.c.id == lanes.c.route)
-        .outerjoin(counted, and_(counted.c.route == lanes.c.route, counted.c.shard == lanes.c.shard))
-        .outerjoin(unsent, is_first)
-        .where(*wanted)
-        .order_by(routes.c.name, lanes.c.shard)
-    )
-    now = database_time(connection)
-    return [_lane_state(row, now) for row in connection.execute(found)]
-
-
-def _lane_state(row: Row[Any], now: datetime) -> LaneState:
-    return LaneState(
-        route=row.name,
-        destination=row.destination,
-        shard=row.shard,
-        owner=row.locked_by,
-        lease_seconds=_until(row.locked_until, now),
-        epoch=row.epoch,
-        batch=row.batch,
-        tries=row.tries,
-        pending=row.pending or 0,
-        waiting=row.waiting or 0,
-        oldest_pending_seconds=None if row.created_at is None else max(0.0, (now - row.created_at).total_seconds()),
-        paused=row.paused,
-        rate=row.rate,
-        trouble=row.trouble,
-        trouble_seconds=_until(row.trouble_until, now),
-    )
-
-
-def _until(moment: datetime | None, now: datetime) -> float | None:
-    return None if moment is None else (moment - now).total_seconds()
-
-
-def live_relays(connection: Connection) -> list[RelayState]:
-    """The relays that are alive."""
-    names = {row.id: row.name for row in connection.execute(select(routes.c.id, routes.c.name))}
-    found = select(relays).where(relays.c.expires_at > from_now()).order_by(relays.c.name)
-    return [
-        RelayState(
-            name=row.name,
-            routes=tuple(sorted(names[route] for route in json.loads(row.serves) if route in names)),
-            shards=None if row.shards is None else tuple(json.loads(row.shards)),
-        )
-        for row in connection.execute(found)
-    ]
-
-
-def route_named(connection: Connection, name: str) -> RouteRecord | None:
-    """What the database knows about a route."""
-    row = connection.execute(select(routes).where(routes.c.id == stable_hash(name))).one_or_none()
-    return None if row is None else route_record(row._mapping)
-
-
-def routes_to(connection: Connection, destinations: Collection[str]) -> list[RouteRecord]:
-    """The routes that lead to these destinations, as far as the database knows them."""
-    found = select(routes).where(routes.c.destination.in_(destinations)).order_by(routes.c.name)
-    return [route_record(row._mapping) for row in connection.execute(found)]
-
-
-def topics_of(connection: Connection, route: RouteRecord) -> list[str]:
-    """The topics of all deliveries of a route that are in the outbox: what its template has become so far."""
-    found = select(outbox.c.topic).where(outbox.c.route == route.id).distinct()
-    return sorted(connection.execute(found).scalars())
-
-
-def tenant_states(connection: Connection) -> list[TenantState]:
-    """Tenants that are paused or held to a rate."""
-    held = or_(tenants.c.paused, tenants.c.rate.is_not(None))
-    return [TenantState(*row) for row in connection.execute(select(tenants).where(held).order_by(tenants.c.tenant))]
 
 
 # -- one delivery ------------------------------------------------------------------------------------------------------
@@ -552,17 +276,12 @@ def pending_before(connection: Connection, delivery: Details) -> int:
 
 def body_of(connection: Connection, delivery: Details) -> bytes:
     """The bytes of a delivery, whatever they are."""
-    if connection.dialect.name == "postgresql":
-        edited = connection.scalars(_EDITED_BODY, {"row": delivery.id, "event": str(delivery.event_id)}).first()
-        if edited is not None:
-            return bytes(edited)
+    is_edited = and_(failures.c.event_id == delivery.event_id, failures.c.body.is_not(None))
+    here = select(failures.c.body).where(failures.c.row_id == delivery.id, is_edited)
+    if (edited := connection.scalars(here).first()) is not None:
+        return bytes(edited)
     same = and_(outbox.c.event_id == delivery.event_id, outbox.c.id == delivery.id)
     return bytes(connection.execute(select(outbox.c.body).where(same)).scalar_one())
-
-
-_EDITED_BODY = text(
-    "SELECT body FROM pillarbox_failures WHERE row_id = :row AND event_id = CAST(:event AS uuid) AND body IS NOT NULL"
-)
 
 
 # -- what people did ---------------------------------------------------------------------------------------------------
@@ -620,43 +339,6 @@ def _entry(row: Mapping[Any, Any]) -> AuditEntry:
     values = {each.name: row[each.name] for each in fields(AuditEntry)}
     values["details"] = json.loads(values["details"] or "{}")
     return AuditEntry(**values)
-
-
-# -- the server --------------------------------------------------------------------------------------------------------
-
-
-def server(connection: Connection) -> tuple[str, tuple[int, ...]]:
-    """The product behind the connection, and its version."""
-    dialect = connection.dialect
-    product = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}.get(dialect.name)
-    if product is None:
-        product = "MariaDB" if getattr(dialect, "is_mariadb", False) else "MySQL"
-    return product, tuple(part for part in dialect.server_version_info or () if isinstance(part, int))
-
-
-def variables(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Settings of the server as this connection sees them; those that it does not know are left out."""
-    statement = _VARIABLES[connection.dialect.name if connection.dialect.name != "mariadb" else "mysql"]
-    found = connection.execute(statement, {"names": list(names)})
-    return {name: str(value) for name, value in found}
-
-
-def id_cache(connection: Connection) -> int:
-    """How many outbox ids a PostgreSQL session draws at once."""
-    cache: int = connection.execute(_ID_CACHE).scalar_one()
-    return cache
-
-
-_NAMES: BindParameter[list[str]] = bindparam("names", expanding=True)
-_VARIABLES = {
-    "postgresql": text("SELECT name, setting FROM pg_settings WHERE name IN :names").bindparams(_NAMES),
-    "mysql": text("SHOW VARIABLES WHERE Variable_name IN :names").bindparams(_NAMES),
-    "sqlite": text("SELECT 'encoding', encoding FROM pragma_encoding() WHERE 'encoding' IN :names").bindparams(_NAMES),
-}
-_ID_CACHE = text(
-    "SELECT seqcache FROM pg_sequence "
-    "WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)"
-)
 
 
 def conditions_for(wanted: Filter) -> list[ColumnElement[bool]]:

@@ -19,17 +19,8 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, se
 
 from ..errors import StoreError
 from ..outbox import Status, stable_hash
-from .inspection import (
-    Details,
-    Filter,
-    Summary,
-    conditions_for,
-    deliveries,
-    events,
-    live_relays,
-    of_events,
-    route_named,
-)
+from .inspection import Details, Filter, Summary, conditions_for, deliveries, events, of_events
+from .overview import live_relays, route_named
 from .tables import lanes, requests, routes, tenants
 from .trail import Author, note, one_person_at_a_time
 

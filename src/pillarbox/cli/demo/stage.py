@@ -15,7 +15,7 @@ from uuid import UUID
 
 from ... import clock
 from ...outbox import Status
-from ...stores import inspection, operations
+from ...stores import inspection, operations, overview
 from ...stores.inspection import Filter
 from ...stores.operations import Action, Selection
 from ...stores.trail import Author
@@ -266,7 +266,7 @@ class Stage:
     async def _ask(self) -> None:
         """Ask the database who owns which lane, and what waits."""
         async with self.shop.box.engine.connect() as connection:
-            lanes = await connection.run_sync(inspection.lane_states, route.name)
+            lanes = await connection.run_sync(overview.lane_states, route.name)
         letters = {slot.name: slot.letter for slot in self.processes.slots}
         self.scene.owners = [letters.get(lane.owner or "") if lane.held else None for lane in lanes]
         self.scene.waiting = sum(lane.waiting for lane in lanes)
