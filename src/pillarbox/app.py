@@ -41,6 +41,7 @@ from .report import count_new
 from .retry import RetryPolicy
 from .route import Origin, Route, Router, check_key, check_routes, check_transports
 from .stores import SqlStore, sqlite, store_on, streaming_on
+from .stores.apart import Apart
 from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
 from .stores.letters import SqlLetters
@@ -244,7 +245,7 @@ class Pillarbox:
         """Make the routes and handlers of this box known to relays. The first row that is written does it by itself."""
         self._outbox.forget()
         async with self.engine.begin() as connection:
-            prepared = await connection.run_sync(self._outbox.prepare)
+            prepared = await connection.run_sync(self._outbox.register)
         self._outbox.committed({}, prepared)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -588,6 +589,7 @@ class _BoxOutbox:
         self.signals = box.signals
         self.inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
         self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
+        self._apart = Apart()
 
     def add_inside(self, kinds: Sequence[EventType], handler: Callable[[Any, Any], Any]) -> None:
         for kind in kinds:
@@ -602,18 +604,32 @@ class _BoxOutbox:
 
     def prepare(self, connection: Connection) -> _Prepared:
         self._box._use_in_this_process()
-        # In the transaction of the rows, not beside it: a second connection could wait for ever on a small pool. It
-        # counts as done once that transaction has committed.
-        records = self._router.records
-        if self._registered.get(connection.engine) == records:
+        engine, records, store = connection.engine, self._router.records, self._box.store
+        if self._registered.get(engine) == records:
             return None, records
-        shards = self._box.store.register(connection, records)
+        shards = store.registered(connection, records)
+        if shards is not None:
+            self._use(shards)
+            return engine, records
+        # Apart, or the first write of every other process would wait until this transaction ends. Where there is one
+        # writer, or no second connection to be had, it is done in this transaction, and counts once that has committed.
+        if self._apart.run(engine, self.register):
+            self._registered[engine] = records
+            return None, records
+        return self.register(connection)
+
+    def register(self, connection: Connection) -> _Prepared:
+        """Make the routes known, in the transaction of this connection."""
+        records = self._router.records
+        self._use(self._box.store.register(connection, records))
+        return connection.engine, records
+
+    def _use(self, shards: int) -> None:
         if self._box._shards not in (None, shards):
             raise ConfigurationError(
                 f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
             )
         self._router.shards = shards
-        return connection.engine, records
 
     def forget(self) -> None:
         """What the database knows is not known any more: it may be another one."""

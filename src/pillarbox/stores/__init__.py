@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigurationError, MissingExtraError
-from ..outbox import Appends, LaneStore, OutboxStore
+from ..outbox import Appends, LaneStore, OutboxStore, RouteRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from uuid import UUID
 
     from sqlalchemy import Connection
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 class SqlStore(LaneStore, OutboxStore, Appends, Protocol):
     """A store on a relational database, for relays and for sessions."""
+
+    def registered(self, connection: Connection, records: Iterable[RouteRecord]) -> int | None:
+        """The number of shards, if `register` would have nothing to write."""
+        ...
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
         """Whether the transaction that wrote this row has committed. Waits for it, if it is still at work."""

@@ -11,8 +11,11 @@ def with_own_pool(engine: AsyncEngine) -> AsyncEngine:
     it is the engine itself.
     """
     given = engine.sync_engine
-    if isinstance(given.pool, StaticPool):
-        return engine
+    return engine if isinstance(given.pool, StaticPool) else AsyncEngine(own_pool(given))
+
+
+def own_pool(given: Engine) -> Engine:
+    """The same for an engine beneath an `AsyncEngine`, or without one."""
     own = Engine(given.pool.recreate(), given.dialect, given.url, hide_parameters=given.hide_parameters)
     own.update_execution_options(**given.get_execution_options())
-    return AsyncEngine(own)
+    return own
