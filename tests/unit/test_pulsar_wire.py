@@ -25,6 +25,7 @@ from pillarbox.errors import ConfigurationError
 from pillarbox.transport import Message, TopicsRefusedError
 from pillarbox.transports import connect
 from pillarbox.transports.pulsar import Anonymous, PulsarTransport, Tls, Token, credentials, wire_pb2
+from pillarbox.transports.pulsar import connection as pulsar_connection
 from pillarbox.transports.pulsar import producer as pulsar_producer
 from pillarbox.transports.pulsar import transport as pulsar_transport
 from pillarbox.transports.pulsar import wire_pb2 as wire
@@ -338,6 +339,23 @@ async def test_a_peer_that_is_heard_of_is_kept() -> None:
         connection.close()
 
 
+async def test_closing_leaves_no_socket_open_to_a_peer_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written goes out first, and with TLS the peer says goodbye. Neither is waited for without end."""
+
+    def stalls(peer: Peer, command: wire.Command) -> None:
+        well_behaved(peer, command)
+        peer.transport.pause_reading()
+
+    monkeypatch.setattr(pulsar_connection, "CLOSE_SECONDS", 0.05)
+    async with peer_that(stalls) as (endpoint, _):
+        client = Client(f"pulsar://{endpoint}", Anonymous(), Tls(), timeout=1.0, keep_alive=30.0)
+        connection = await client._any()
+        socket = connection._socket.get_extra_info("socket")
+        connection.write(bytes(50_000_000))
+        await client.close()
+        await soon(lambda: socket.fileno() == -1)
+
+
 async def test_who_we_are_is_said_again_when_the_broker_asks() -> None:
     tokens = iter(["first", "second"])
 
@@ -623,7 +641,7 @@ async def client_of(*endpoints: Endpoint, listener_name: str | None = None) -> A
     try:
         yield client
     finally:
-        client.close()
+        await client.close()
 
 
 def looks_up(answer: Callable[[wire.Lookup], wire.LookupResponse]) -> Script:
@@ -823,7 +841,7 @@ async def test_the_limit_is_that_of_the_brokers_we_are_connected_to_now() -> Non
         await transport.open("lane", ["orders"])
         assert transport.preflight(large) == "the body has 200,000 bytes, and 87,008 are allowed"
         broker.limit = 1_000_000
-        transport._client.close()
+        await transport._client.close()
         broker.names.clear()  # of the connection that has ended
         await transport.open("lane", ["orders"])
         assert transport.preflight(large) is None

@@ -83,11 +83,12 @@ class Client:
         """What the brokers that we are connected to take at once."""
         return [each.message_limit for each in self._connections.values() if each.lost is None]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all connections."""
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.close()
+        await asyncio.gather(*(connection.closed() for connection in connections.values()))
 
     async def _lookup(self, connection: Connection, topic: TopicName, *, authoritative: bool) -> wire.LookupResponse:
         answer: wire.LookupResponse = await connection.ask(

@@ -21,6 +21,8 @@ from .frames import PING, PONG, Frames, ProtocolError, framed
 
 PROTOCOL_VERSION = 20
 DEFAULT_MESSAGE_LIMIT = 5 * 1_048_576
+CLOSE_SECONDS = 1.0
+"""How long a closed connection may take to end: what was written goes out, and with TLS the peer answers."""
 SMALLEST_MESSAGE_LIMIT = 262_144
 """With less a message would have no room beside its headers."""
 _CLIENT = f"pillarbox {version('pillarbox')}"
@@ -86,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._heard = 0.0
         self._alarm = Alarm(self._watch)
         self._answering: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
 
     @classmethod
     async def open(
@@ -174,6 +177,14 @@ class Connection(asyncio.Protocol):
             self._end("it was closed")
             self._socket.close()
 
+    async def closed(self) -> None:
+        """Wait until its socket is closed: a loop that ends before would leave it open."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._ended.wait()
+        except TimeoutError:
+            self._socket.abort()
+
     def abort(self, why: str) -> None:
         """End it now."""
         if self.lost is None:
@@ -190,6 +201,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc else "the broker closed the connection")
+        self._ended.set()
 
     def data_received(self, data: bytes) -> None:
         self._heard = asyncio.get_running_loop().time()

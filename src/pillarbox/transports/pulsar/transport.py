@@ -414,7 +414,7 @@ class PulsarTransport:
                 held.close()
             self._failing = {key: failing for key, failing in self._failing.items() if key[0] != owner}
         if producer is None:
-            self._client.close()
+            await self._client.close()
             if self.admin is not None:
                 await self.admin.close()
 
