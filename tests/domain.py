@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -11,7 +12,7 @@ from sqlalchemy import ForeignKey, String, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-from pillarbox import Aggregate, Event, IntegrationEvent, Pillarbox, Route
+from pillarbox import Aggregate, Event, IntegrationEvent, Pillarbox, Route, register_event
 from pillarbox.transports.memory import MemoryTransport
 
 
@@ -31,6 +32,14 @@ class OrderNoted(IntegrationEvent, name="tests.order.noted", version=1):
 
 class OrderCancelled(IntegrationEvent, name="tests.order.cancelled", version=1):
     order_id: UUID
+
+
+@register_event("tests.order.jotted")
+@dataclass(frozen=True)
+class OrderJotted:
+    """An event of a class of one's own, which carries no id."""
+
+    note: str
 
 
 class DiscountConsidered(Event, name="tests.order.discount_considered", version=1):

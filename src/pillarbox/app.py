@@ -8,11 +8,12 @@ import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Self, TypeVar, cast
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, StaticPool
+from sqlalchemy import Connection, Dialect, Engine, StaticPool
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
@@ -30,7 +31,7 @@ from .consumers.intake import Flow
 from .context import check_header, current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
-from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError
+from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, StoreError
 from .event import EventType, Raised, registry
 from .gauges import Gauges
 from .inbox import Letter, LetterFilter, LetterKind, LetterState
@@ -41,7 +42,7 @@ from .report import count_new
 from .retry import RetryPolicy
 from .route import Origin, Route, Router, check_key, check_routes, check_transports
 from .stores import SqlStore, sqlite, store_on, streaming_on
-from .stores.apart import Apart
+from .stores.apart import Apart, transaction
 from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
 from .stores.letters import SqlLetters
@@ -52,7 +53,7 @@ from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
 
-_Prepared = tuple[Engine | None, tuple[RouteRecord, ...]]
+_Prepared = tuple[Dialect | None, tuple[RouteRecord, ...]]
 """The engine on which routes were registered, if they had to be, and the routes."""
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Found = TypeVar("_Found")
@@ -588,7 +589,8 @@ class _BoxOutbox:
         self.tenancy = box.tenancy
         self.signals = box.signals
         self.inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
-        self._registered: WeakKeyDictionary[Engine, tuple[RouteRecord, ...]] = WeakKeyDictionary()
+        self._registered: WeakKeyDictionary[Dialect, tuple[RouteRecord, ...]] = WeakKeyDictionary()
+        """By dialect, which an engine has alone, and shares with those that are made from it."""
         self._apart = Apart()
 
     def add_inside(self, kinds: Sequence[EventType], handler: Callable[[Any, Any], Any]) -> None:
@@ -604,25 +606,33 @@ class _BoxOutbox:
 
     def prepare(self, connection: Connection) -> _Prepared:
         self._box._use_in_this_process()
-        engine, records, store = connection.engine, self._router.records, self._box.store
-        if self._registered.get(engine) == records:
+        records = self._router.records
+        if self._registered.get(connection.dialect) == records:
             return None, records
-        shards = store.registered(connection, records)
-        if shards is not None:
-            self._use(shards)
-            return engine, records
         # Apart, or the first write of every other process would wait until this transaction ends. Where there is one
         # writer, or no second connection to be had, it is done in this transaction, and counts once that has committed.
-        if self._apart.run(engine, self.register):
-            self._registered[engine] = records
+        install = self._box.store.install_id(connection)
+        if self._apart.run(connection.engine, partial(self._register_apart, install=install)):
             return None, records
         return self.register(connection)
+
+    def _register_apart(self, engine: Engine, install: UUID) -> None:
+        """Unless another transaction has done so meanwhile, or a connection of this engine leads to other tables than
+        the business transaction's, whose schema may have been set for it alone.
+        """
+        if self._registered.get(engine.dialect) == self._router.records:
+            return
+        with transaction(engine) as connection:
+            if self._box.store.install_id(connection) != install:
+                raise StoreError("another connection finds another installation of Pillarbox")
+            _, records = self.register(connection)
+        self._registered[engine.dialect] = records
 
     def register(self, connection: Connection) -> _Prepared:
         """Make the routes known, in the transaction of this connection."""
         records = self._router.records
         self._use(self._box.store.register(connection, records))
-        return connection.engine, records
+        return connection.dialect, records
 
     def _use(self, shards: int) -> None:
         if self._box._shards not in (None, shards):
@@ -643,9 +653,9 @@ class _BoxOutbox:
 
     def committed(self, rows: NewRows, prepared: _Prepared | None) -> None:
         if prepared is not None:
-            engine, records = prepared
-            if engine is not None:
-                self._registered[engine] = records
+            dialect, records = prepared
+            if dialect is not None:
+                self._registered[dialect] = records
             if self.signals:
                 count_new(self.signals, rows, {record.id: record.name for record in records})
             self._box.doorbell.ring({lane for lane, _ in rows})

@@ -90,7 +90,7 @@ class _Entry(NamedTuple):
 
     @property
     def identity(self) -> int:
-        """Which event this is. Foreign classes carry no id: then it is the object itself, which must be kept."""
+        """Which event this is. Foreign classes carry no id: then it is the object itself, as long as it is kept."""
         return self.raised.event_id.int if self.is_identified else -id(self.raised.event)
 
     @property
@@ -100,7 +100,7 @@ class _Entry(NamedTuple):
 
 
 def _hashed(entry: _Entry, origin: _Unnumbered) -> _Hashed:
-    return entry, origin, hash((_encode(entry.raised.payload), entry.key, origin[1], origin[2]))
+    return entry, origin, hash((_encode(entry.raised.payload), entry.key, entry.tenant, origin[1], origin[2]))
 
 
 class _Frame:
@@ -143,13 +143,16 @@ class _Written:
     only its id is kept, of its content a hash.
     """
 
-    __slots__ = ("_foreign", "_hashes", "_ids", "_known", "_routes", "handled")
+    __slots__ = ("_foreign", "_hashes", "_ids", "_known", "_numbered", "_routes", "handled")
 
     def __init__(self) -> None:
         self._hashes: dict[int, int] = {}
-        """What was recorded of each event, by its identity."""
-        self._foreign: list[object] = []
-        """Events without an id: while they are kept, no other object has their identity."""
+        """What was recorded of each event, by its id; for one without, by a number below 0 that is given here."""
+        self._foreign: dict[int, tuple[Callable[[], object], int]] = {}
+        """Events without an id, by their identity, each with its number. They are not kept for that, if their class
+        allows it: once such an event is gone, nobody can record it again, and another object may have its identity.
+        """
+        self._numbered = 0
         self._ids: list[int] = []
         self._routes: list[tuple[int, int]] = []
         """For each row the id of its event, and its route with its schema version."""
@@ -159,27 +162,36 @@ class _Written:
 
     def marks(self) -> tuple[int, ...]:
         """How much there is."""
-        return len(self._hashes), len(self._foreign), len(self._ids), len(self.handled)
+        return len(self._hashes), len(self._ids), len(self.handled)
 
     def undo(self, marks: tuple[int, ...]) -> None:
         """Forget what came after these marks."""
-        hashes, foreign, rows, handled = marks
+        hashes, rows, handled = marks
         while len(self._hashes) > hashes:
             self._hashes.popitem()
         while len(self.handled) > handled:
             self.handled.popitem()
-        del self._foreign[foreign:], self._ids[rows:], self._routes[rows:]
+        del self._ids[rows:], self._routes[rows:]
 
-    def hash_of(self, identity: int) -> int | None:
+    def hash_of(self, entry: _Entry) -> int | None:
         """What was recorded of this event, if it was written."""
+        identity = entry.identity
+        if not entry.is_identified:
+            event, number = self._foreign.get(identity, (None, 0))
+            if event is None or event() is not entry.raised.event:
+                return None
+            identity = number
         return self._hashes.get(identity)
 
     def note(self, entries: Iterable[_Hashed]) -> None:
         """These events were written, or go nowhere."""
         for entry, _, content in entries:
-            self._hashes[entry.identity] = content
+            identity = entry.identity
             if not entry.is_identified:
-                self._foreign.append(entry.raised.event)
+                self._numbered += 1
+                self._foreign[identity] = _reference(entry.raised.event), -self._numbered
+                identity = -self._numbered
+            self._hashes[identity] = content
 
     def note_rows(self, deliveries: Sequence[Delivery]) -> None:
         """These rows were written."""
@@ -190,6 +202,14 @@ class _Written:
     def rows(self) -> commit.Written:
         """All rows: event, route and schema version."""
         return [(UUID(int=number), *route) for number, route in zip(self._ids, self._routes, strict=True)]
+
+
+def _reference(event: object) -> Callable[[], object]:
+    """What leads to the event, and does not keep it, unless its class allows for nothing else."""
+    try:
+        return weakref.ref(event)
+    except TypeError:
+        return lambda: event
 
 
 class Collector:
@@ -397,7 +417,7 @@ class Collector:
         fresh = []
         for it in entries:
             identity, content = it[0].identity, it[2]
-            known = self._written.hash_of(identity)
+            known = self._written.hash_of(it[0])
             if known is None:
                 known = new.get(identity)
             if known is None:
@@ -406,7 +426,7 @@ class Collector:
             elif known != content:
                 raise DuplicateEventError(
                     f"the event id {it[0].raised.event_id} was recorded twice in this transaction, "
-                    "with another content, key or aggregate: make a new event"
+                    "with another content, key, tenant or aggregate: make a new event"
                 )
         return fresh
 

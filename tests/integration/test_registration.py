@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, func, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
@@ -16,6 +16,7 @@ from pillarbox import FailurePolicy, Pillarbox, Route
 from pillarbox.outbox import SHARDS
 from pillarbox.stores import apart
 from pillarbox.stores.migrations import migrate
+from pillarbox.stores.pool import own_pool
 from pillarbox.stores.tables import lanes, routes
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
@@ -98,13 +99,71 @@ async def test_h126_routes_stay_known_if_the_first_write_is_rolled_back(database
 
 
 @on_servers
-async def test_h126_first_writes_at_the_same_time(database: Database) -> None:
+async def test_h126_first_writes_at_the_same_time(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    transactions: list[Engine] = []
+
+    def counted(engine: Engine) -> Engine:
+        transactions.append(engine)
+        return own_pool(engine)
+
+    monkeypatch.setattr(apart, "own_pool", counted)
     async with order_box(database.url()) as one, order_box(database.url()) as other:
         async with asyncio.TaskGroup() as tasks:
             for box in [one, other] * 4:
                 tasks.create_task(publish(box))
         assert await registered(one.engine) == (1, SHARDS)
         assert len(await written(one.engine)) == 8
+    assert len(transactions) == 2, "each process needs one"
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+async def test_h126_a_transaction_that_locks_what_it_reads(database: Database) -> None:
+    """At SERIALIZABLE, MariaDB locks every row that a transaction has looked at."""
+    engine = create_async_engine(database.url(), isolation_level="SERIALIZABLE")
+    async with order_box(engine) as one, order_box(database.url()) as other, one.unit_of_work() as uow:
+        uow.publish(OrderNoted(note="first"), key="k")
+        await uow.flush()
+        await publish(other)
+        assert (await other.relay().drain()).sent == 1
+    await engine.dispose()
+
+
+async def test_h126_a_schema_that_is_set_for_each_transaction(fresh_database: FreshDatabase) -> None:
+    """Another connection finds the tables of another service, and would leave this outbox without lanes."""
+    database = fresh_database("embedded")
+    engine, inside = create_async_engine(database.url()), "SET LOCAL search_path = shop"
+    event.listen(engine.sync_engine, "begin", lambda connection: connection.exec_driver_sql(inside))
+    async with order_box(engine) as box:
+        async with engine.begin() as connection:
+            await connection.execute(text("CREATE SCHEMA shop"))
+            await connection.run_sync(migrate)
+        await publish(box)
+        async with engine.connect() as connection:
+            for place, count in {"shop": SHARDS, "public": 0}.items():
+                found = await connection.scalar(text(f"SELECT count(*) FROM {place}.pillarbox_lanes"))
+                assert (place, found) == (place, count)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["embedded"], indirect=True)
+async def test_h126_what_could_not_be_done_apart_is_not_tried_by_every_transaction(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_engine: Engine) -> Engine:
+        raise ConnectionError("too many connections")
+
+    monkeypatch.setattr(apart, "own_pool", refuse)
+    async with order_box(database.url()) as box:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="rolled back"):
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="x"), key="k")
+                    await uow.flush()
+                    raise RuntimeError("rolled back")
+        await publish(box)
+        assert await registered(box.engine) == (1, SHARDS)
+    [warning] = [it.message for it in caplog.records if it.levelname == "WARNING"]
+    assert warning.endswith("as none apart from it succeeded: ConnectionError: too many connections")
 
 
 @pytest.mark.parametrize("bound", ["an engine", "a connection"])

@@ -47,6 +47,7 @@ from tests.domain import (
     DiscountConsidered,
     Line,
     Order,
+    OrderJotted,
     OrderNoted,
     OrderPlaced,
     order_box,
@@ -804,20 +805,47 @@ class TestManyFlushes:
             assert len(await written(box.engine)) == 400
         assert max(costs[-5:]) <= 1.02 * min(costs[2:7])
 
-    async def test_h125_only_ids_are_kept_of_what_is_written(self, one_box: Pillarbox) -> None:
+    @pytest.mark.parametrize("kind", [OrderNoted, OrderJotted])
+    async def test_h125_only_ids_are_kept_of_what_is_written(
+        self, one_box: Pillarbox, kind: type[OrderNoted | OrderJotted]
+    ) -> None:
         async with one_box.unit_of_work() as uow:
             for number in range(12):
                 if number == 2:  # all that is made once is there
                     gc.collect()
                     tracemalloc.start()
                 for key in range(100):
-                    uow.publish(OrderNoted(note=f"{number}".ljust(1_000)), key=f"k{key}")
+                    uow.publish(kind(note=f"{number}".ljust(1_000)), key=f"k{key}")
                 await uow.flush()
             gc.collect()
             kept, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
         assert kept < 1_000 * 400
         assert len(await written(one_box.engine)) == 1_200
+
+    async def test_h13_an_event_is_of_one_tenant(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            event = OrderNoted(note="x")
+            for tenant in ("acme", "globex"):
+                uow.publish(event, key="k", tenant=tenant)
+            with pytest.raises(DuplicateEventError, match="another content, key, tenant"):
+                await uow.flush()
+            await uow.rollback()
+
+    async def test_h13_an_event_without_an_id_is_known_as_long_as_it_is_kept(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            uow.publish(first := OrderJotted("first"), key="k")
+            await uow.flush()
+            uow.publish(first, key="k")
+            for number in range(100):  # each may be where the one before was
+                uow.publish(OrderJotted("the same" if number % 2 else f"{number}"), key="k")
+                await uow.flush()
+            for kept in (False, True):
+                savepoint = await uow.session.begin_nested()
+                uow.publish(first := OrderJotted("again") if not kept else first, key="k")
+                await uow.flush()
+                await (savepoint.commit() if kept else savepoint.rollback())
+        assert len(await written(one_box.engine)) == 102
 
     async def test_h125_an_aggregate_that_nobody_holds_is_free_when_its_events_are_written(
         self, one_box: Pillarbox

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigurationError, MissingExtraError
-from ..outbox import Appends, LaneStore, OutboxStore, RouteRecord
+from ..outbox import Appends, LaneStore, OutboxStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from uuid import UUID
 
     from sqlalchemy import Connection
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 class SqlStore(LaneStore, OutboxStore, Appends, Protocol):
     """A store on a relational database, for relays and for sessions."""
 
-    def registered(self, connection: Connection, records: Iterable[RouteRecord]) -> int | None:
-        """The number of shards, if `register` would have nothing to write."""
+    def install_id(self, connection: Connection) -> UUID:
+        """Whose tables this connection finds."""
         ...
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:

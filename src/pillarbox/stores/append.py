@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -33,16 +32,34 @@ class Appender:
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
         with explained():
-            shards, writes = _unregistered(connection, records)
-            for write in writes:
-                write(connection)
-            return shards
+            shards = connection.execute(select(meta.c.shards)).scalar_one()
+            start = {"cursor": str(Cursor())} if connection.dialect.name == "postgresql" else {}
+            known = {row.id: row for row in connection.execute(select(routes))}
+            made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
+            for record in sorted(records, key=lambda record: record.id):
+                found = known.get(record.id)
+                if found is None:
+                    insert_missing(connection, routes, [_route_values(record)])
+                elif found.name != record.name:
+                    raise StoreError(
+                        f"the routes {found.name!r} and {record.name!r} have the same number: rename the newer one"
+                    )
+                elif route_record(found._mapping) != record:
+                    record.check_lanes(found.shard_by)
+                    connection.execute(update(routes).where(routes.c.id == record.id).values(_route_values(record)))
+                missing = [
+                    {"route": record.id, "shard": shard, **start}
+                    for shard in range(shards)
+                    if (record.id, shard) not in made
+                ]
+                insert_missing(connection, lanes, missing)
+            return int(shards)
 
-    def registered(self, connection: Connection, records: Iterable[RouteRecord]) -> int | None:
-        """The number of shards, if `register` would have nothing to write."""
+    def install_id(self, connection: Connection) -> UUID:
+        """Whose tables this connection finds."""
         with explained():
-            shards, writes = _unregistered(connection, records)
-            return None if writes else shards
+            install: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
+            return install
 
     def append(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         try:
@@ -165,40 +182,10 @@ _ARRAY_INSERT = text(
 )
 
 
-def _unregistered(
-    connection: Connection, records: Iterable[RouteRecord]
-) -> tuple[int, list[Callable[[Connection], None]]]:
-    """How many shards there are, and what is to be written until all these routes are known."""
-    shards = int(connection.execute(select(meta.c.shards)).scalar_one())
-    start = {"cursor": str(Cursor())} if connection.dialect.name == "postgresql" else {}
-    known = {row.id: row for row in connection.execute(select(routes))}
-    made = {(row.route, row.shard) for row in connection.execute(select(lanes.c.route, lanes.c.shard))}
-    writes: list[Callable[[Connection], None]] = []
-    for record in sorted(records, key=lambda record: record.id):
-        found = known.get(record.id)
-        if found is None:
-            writes.append(partial(insert_missing, table=routes, rows=[_route_values(record)]))
-        elif found.name != record.name:
-            raise StoreError(
-                f"the routes {found.name!r} and {record.name!r} have the same number: rename the newer one"
-            )
-        elif route_record(found._mapping) != record:
-            record.check_lanes(found.shard_by)
-            writes.append(partial(_update_route, record=record))
-        missing = [
-            {"route": record.id, "shard": shard, **start} for shard in range(shards) if (record.id, shard) not in made
-        ]
-        if missing:
-            writes.append(partial(insert_missing, table=lanes, rows=missing))
-    return shards, writes
-
-
-def _update_route(connection: Connection, record: RouteRecord) -> None:
-    connection.execute(update(routes).where(routes.c.id == record.id).values(_route_values(record)))
-
-
 def insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any]]) -> None:
     """Insert what another process may be inserting, too."""
+    if not rows:
+        return
     statement: Any
     if connection.dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql  # noqa: PLC0415  loaded already, if this is the dialect
