@@ -82,11 +82,11 @@ class OrderSink(Sink):
 
 
 @asynccontextmanager
-async def box_on(url: str, sink: Sink, **options: Any) -> AsyncIterator[Pillarbox]:
-    """A box with one route to the sink, on tables that are made if they are missing."""
+async def box_on(url: str, sink: Sink, route: Route = ROUTE, **options: Any) -> AsyncIterator[Pillarbox]:
+    """A box with one route to the sink, `ROUTE` or another form of it, on tables that are made if they are missing."""
     engine = create_async_engine(url, **({"pool_size": 20} if url.startswith("postgresql") else {}))
     try:
-        async with Pillarbox(engine, transports={"sink": sink}, routes=[ROUTE], **options) as box:
+        async with Pillarbox(engine, transports={"sink": sink}, routes=[route], **options) as box:
             await box.migrate()
             yield box
     finally:

@@ -41,6 +41,21 @@ def without_warnings() -> Iterator[None]:
     require(not kept.warnings, f"Pillarbox warned meanwhile: {'; '.join(kept.warnings[:3])}")
 
 
+@contextmanager
+def meant(part: str) -> Iterator[None]:
+    """During the block, warnings with this in their text are what the figure is about."""
+    logger = logging.getLogger("pillarbox")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return part not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 class _Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -21,6 +21,7 @@ from sqlalchemy import make_url
 
 from pillarbox import Pillarbox
 from pillarbox.embedded import EmbeddedPostgres
+from tests.servers import DatabaseServer
 
 from .load import Sink, box_on
 from .sizes import Sizes
@@ -87,3 +88,14 @@ def bench(sizes: Sizes) -> Iterator[Bench]:
             return
         with EmbeddedPostgres(folder / "server", database="postgres") as server:
             yield Bench(server.url, folder, sizes)
+
+
+@contextmanager
+def another(server: DatabaseServer) -> Iterator[str]:
+    """The URL of a database on another kind of server. `Missing` if that is not installed."""
+    server.start()
+    try:
+        server.create("bench")
+        yield server.url("bench", server.drivers[0])
+    finally:
+        server.stop()

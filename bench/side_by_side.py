@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 from pillarbox import Pillarbox
@@ -16,7 +16,7 @@ from tests.servers import DatabaseServer, MariaDB, Missing, SQLite
 
 from . import floors
 from .load import Sink, box_on, refill_and_drain
-from .servers import Bench
+from .servers import Bench, another
 
 _OTHERS: dict[str, type[DatabaseServer]] = {"MariaDB": MariaDB, "SQLite": SQLite}
 
@@ -53,20 +53,10 @@ async def _boxes(bench: Bench, sink: Sink, stack: AsyncExitStack) -> AsyncIterat
     for name, kind in _OTHERS.items():
         server = kind(bench.folder / name)
         try:
-            server.start()
+            url = stack.enter_context(another(server))
         except Missing:
             continue
-        url = await stack.enter_async_context(_database(server))
         yield name, await stack.enter_async_context(box_on(url, sink))
-
-
-@asynccontextmanager
-async def _database(server: DatabaseServer) -> AsyncIterator[str]:
-    try:
-        server.create("bench")
-        yield server.url("bench", server.drivers[0])
-    finally:
-        server.stop()
 
 
 def report(results: Mapping[str, Any]) -> str:

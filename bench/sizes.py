@@ -31,6 +31,7 @@ class Sizes:
     backlog_first: int = 100_000
     late: int = 1_000_000
     discard: int = 60_000
+    fail: int = 20_000
     crowd: int = 1_000_000
     crowd_seconds: float = 20.0
     consume: int = 40_000
@@ -59,6 +60,7 @@ QUICK = Sizes(
     backlog_first=10_000,
     late=50_000,
     discard=5_000,
+    fail=2_000,
     crowd=20_000,
     crowd_seconds=2.0,
     consume=10_000,

@@ -125,6 +125,7 @@ async def until_somebody_waits(box: Pillarbox) -> None:
 
 async def make_due(engine: AsyncEngine) -> None:
     """What waits for another try has waited long enough."""
-    table = "pillarbox_failures" if engine.dialect.name == "postgresql" else "pillarbox_outbox"
     async with engine.begin() as connection:
-        await connection.execute(text(f"UPDATE {table} SET available_at = '2020-01-01' WHERE status = 'RETRYING'"))
+        await connection.execute(
+            text("UPDATE pillarbox_failures SET available_at = '2020-01-01' WHERE status = 'RETRYING'")
+        )

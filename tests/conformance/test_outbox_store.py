@@ -24,6 +24,7 @@ from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, SKIPPING, OutboxStoreContract, World, delivery
+from tests.deliveries import put
 from tests.memory.log import MemoryLogStore
 from tests.memory.store import MemoryStore
 from tests.relays import soon
@@ -307,8 +308,8 @@ class TestQueueStore(DatabaseStoreContract):
         await world.append([delivery(key, route=SKIPPING) for key in ("a", "b", *["a"] * 10_001, "b")])
         async with world.engine.begin() as connection:
             *_, last_dead = await connection.scalars(select(outbox.c.id).order_by(outbox.c.id).limit(2))
-            await connection.execute(update(outbox).values(status=Status.PARKED))
-            await connection.execute(update(outbox).where(outbox.c.id <= last_dead).values(status=Status.FAILED))
+            await connection.run_sync(put, outbox.c.id > last_dead, status=Status.PARKED)
+            await connection.run_sync(put, outbox.c.id <= last_dead, status=Status.FAILED)
         lane = await self.lane(world, route=SKIPPING)
         assert {row.key for row in await self.due(world, lane)} == {"a", "b"}
 

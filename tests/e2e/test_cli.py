@@ -18,17 +18,20 @@ from typing import Any
 import click
 import psycopg
 import pytest
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import ColumnElement, create_engine, inspect, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route, event_context
 from pillarbox.cli import cli as root
 from pillarbox.cli.output import Exit
 from pillarbox.embedded import EmbeddedPostgres
+from pillarbox.outbox import Status
 from pillarbox.settings import Settings
+from pillarbox.stores.tables import outbox
 from pillarbox.transports.memory import MemoryTransport
 from tests import commands
 from tests.conftest import EACH_DATABASE, FreshDatabase
+from tests.deliveries import put
 from tests.servers import Database, DatabaseServer, Server
 
 PILLARBOX = str(Path(sys.executable).with_name("pillarbox"))
@@ -187,6 +190,14 @@ def execute(database: Database, statement: str, **values: object) -> list[Any]:
         rows = list(done) if done.returns_rows else []
     engine.dispose()
     return rows
+
+
+def leave(database: Database, status: Status, *conditions: ColumnElement[bool], **values: object) -> None:
+    """As a relay would have left these deliveries."""
+    engine = create_engine(database.url(database.server.drivers[-1]))
+    with engine.begin() as connection:
+        put(connection, *conditions, status=status, **values)
+    engine.dispose()
 
 
 def file_of(database: Database) -> Path:
@@ -592,7 +603,7 @@ class TestOutbox:
 
     @on_sqlite
     def test_data_of_others_does_not_reach_the_terminal(self, pillarbox: CommandLine, filled: Database) -> None:
-        execute(filled, "UPDATE pillarbox_outbox SET status = 'FAILED', last_error = :error", error=HOSTILE_ERROR)
+        leave(filled, Status.FAILED, last_error=HOSTILE_ERROR)
         (event_id,) = {e["event_id"] for e in pillarbox.json("outbox", "list", "--tenant", "globex")["deliveries"]}
         for arguments in (["show", event_id, "--payload"], ["show", event_id, "--json"], ["list"], ["stats"]):
             printed = pillarbox("outbox", *arguments).stdout
@@ -615,11 +626,7 @@ class TestOutbox:
         assert f"the outbox has no event {absent}" in pillarbox.complaint("outbox", "show", absent, code=Exit.PROBLEM)
 
     def test_stats(self, pillarbox: CommandLine, filled: Database) -> None:
-        execute(
-            filled,
-            "UPDATE pillarbox_outbox SET status = 'SENT' WHERE tenant = :tenant",
-            tenant=_bytes(filled, "globex"),
-        )
+        leave(filled, Status.SENT, outbox.c.tenant == "globex")
         groups = pillarbox.json("outbox", "stats")["groups"]
         assert [(each["route"], each["status"], each["count"]) for each in groups] == [
             ("archive:stock.{tenant}", "PENDING", 2),
@@ -637,11 +644,6 @@ class TestOutbox:
     def test_nothing(self, pillarbox: CommandLine) -> None:
         assert pillarbox("outbox", "list").stdout == pillarbox("outbox", "stats").stdout == "no deliveries\n"
         assert pillarbox.json("outbox", "list") == {"deliveries": [], "next": None}
-
-
-def _bytes(database: Database, value: str) -> str | bytes:
-    """MariaDB keeps keys and tenants as bytes."""
-    return value.encode() if database.kind == "mariadb" else value
 
 
 class TestDoctor:
@@ -735,7 +737,7 @@ class TestDoctor:
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "ok"
         execute(filled, "UPDATE pillarbox_lanes SET locked_until = :past", past="2001-01-01 00:00:00")
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "warning"
-        execute(filled, "UPDATE pillarbox_outbox SET status = 'SENT'")
+        leave(filled, Status.SENT)
         assert checks(pillarbox.json("doctor"))["lanes"]["state"] == "ok"
 
     @on_sqlite
@@ -750,10 +752,10 @@ class TestDoctor:
 
     @on_sqlite
     def test_deliveries_that_have_failed(self, pillarbox: CommandLine, filled: Database) -> None:
-        execute(filled, "UPDATE pillarbox_outbox SET status = 'PARKED'")
+        leave(filled, Status.PARKED)
         report = pillarbox.json("doctor")
         assert (report["problems"], checks(report)["failures"]["state"]) == (0, "warning")
-        execute(filled, "UPDATE pillarbox_outbox SET status = 'FAILED'")
+        leave(filled, Status.FAILED)
         report = pillarbox.json("doctor", code=Exit.PROBLEM)
         assert (report["problems"], checks(report)["failures"]["state"]) == (2, "problem")
         assert "outbox list --status FAILED" in pillarbox("doctor", code=Exit.PROBLEM).stdout

@@ -11,14 +11,17 @@ import re
 import signal
 import socket
 import subprocess
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
 import pytest
 
 from pillarbox.cli.output import Exit
+from pillarbox.outbox import Status
+from pillarbox.stores.tables import outbox
 from tests.e2e import test_cli
-from tests.e2e.test_cli import HOSTILE_ERROR, CommandLine, checks, execute, on_mariadb, on_postgres, on_sqlite
+from tests.e2e.test_cli import HOSTILE_ERROR, CommandLine, checks, execute, leave, on_mariadb, on_postgres, on_sqlite
 from tests.servers import Database, wait_until
 
 pillarbox = test_cli.pillarbox
@@ -34,7 +37,7 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\u202a-\u202e]")
 @pytest.fixture
 def dead(filled: Database) -> Database:
     """All six deliveries are dead."""
-    execute(filled, "UPDATE pillarbox_outbox SET status = 'FAILED', attempts = 5, last_error = 'too long'")
+    leave(filled, Status.FAILED, attempts=5, last_error="too long")
     return filled
 
 
@@ -99,8 +102,8 @@ class TestRedrive:
     @on_sqlite
     def test_named_events(self, pillarbox: CommandLine, dead: Database) -> None:
         first, second = event_of(pillarbox, "A"), event_of(pillarbox, "a")
-        execute(dead, "UPDATE pillarbox_outbox SET status = 'SENT' WHERE key = 'a'")
-        execute(dead, "UPDATE pillarbox_outbox SET status = 'RETRYING' WHERE key = 'A'")
+        leave(dead, Status.SENT, outbox.c.key == "a")
+        leave(dead, Status.RETRYING, outbox.c.key == "A")
         done = pillarbox.json("outbox", "redrive", first, second)
         assert done["requested"] == 2
         assert done["left_alone"] == {second: ["SENT", "SENT"]}
@@ -239,7 +242,7 @@ class TestEdit:
         ):
             body.write_text(content)
             assert problem in pillarbox.complaint(*arguments, code=Exit.PROBLEM)
-        execute(dead, "UPDATE pillarbox_outbox SET status = 'SENT' WHERE topic <> 'stock.events'")
+        leave(dead, Status.SENT, outbox.c.topic != "stock.events")
         line = pillarbox.complaint(*arguments, code=Exit.PROBLEM)
         assert f"only a delivery that has failed can be edited; event {event} is SENT for '{ARCHIVE}'" in line
         arguments[2] = ABSENT
@@ -386,8 +389,8 @@ class TestWhy:
         event = event_of(pillarbox, "A")
         pillarbox("lanes", "rate", "--tenant", "\x1b[2J", "--per-second", "1", "--reason", HOSTILE_ERROR)
         commands = (["why", event], ["trace", event], ["lanes"], ["outbox", "audit"])
-        for status in ("FAILED", "RETRYING", "PENDING", "SENDING"):
-            execute(filled, "UPDATE pillarbox_outbox SET status = :s, last_error = :e", s=status, e=HOSTILE_ERROR)
+        for status in (Status.FAILED, Status.RETRYING, Status.PENDING):
+            leave(filled, status, last_error=HOSTILE_ERROR)
             for arguments in commands:
                 printed = pillarbox(*arguments).stdout
                 assert not CONTROL.search(printed)
@@ -428,8 +431,7 @@ class TestTrace:
     @on_sqlite
     def test_what_a_redrive_has_forgotten_is_not_told(self, pillarbox: CommandLine, dead: Database) -> None:
         event = event_of(pillarbox, "A")
-        sent = "status = 'SENT', attempts = 0, sent_at = '2999-01-01 00:00:00', batch = 7, number = 3"
-        execute(dead, f"UPDATE pillarbox_outbox SET {sent}")
+        leave(dead, Status.SENT, sent_at=datetime(2999, 1, 1, tzinfo=UTC), batch=7, number=3)
         steps = [each["what"] for each in pillarbox.json("trace", event)["steps"] if each["route"] == BROKER]
         assert steps == ["raised", "written", "sent"]
         assert "refused" not in pillarbox("trace", event).stdout

@@ -15,6 +15,7 @@ from pillarbox.stores.inspection import TYPE_PATTERN, Filter
 from pillarbox.stores.overview import Unserved
 from pillarbox.stores.tables import lanes, outbox
 from pillarbox.transports.memory import MemoryTransport
+from tests.deliveries import put
 from tests.servers import Database
 
 pytestmark = pytest.mark.dialects
@@ -97,7 +98,7 @@ async def test_pages(engine: AsyncEngine) -> None:
 async def test_statistics_follow_the_status(engine: AsyncEngine) -> None:
     first, *_ = await ids(engine, Filter())
     async with engine.begin() as connection:
-        await connection.execute(update(outbox).where(outbox.c.id == first).values(status=Status.FAILED))
+        await connection.run_sync(put, outbox.c.id == first, status=Status.FAILED)
         groups = await connection.run_sync(inspection.statistics)
     assert [(each.route, each.status, each.count) for each in groups] == [
         ("broker:yard.events", Status.FAILED, 1),

@@ -19,6 +19,7 @@ from pillarbox.stores import leases, sqlite, store_on
 from pillarbox.stores.columns import from_now, now
 from pillarbox.stores.leases import Leases
 from pillarbox.stores.log import LogStore
+from pillarbox.stores.log_failures import LogFailures
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.tables import lanes
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
@@ -52,11 +53,15 @@ async def test_h30_a_lease_counts_from_the_moment_it_is_taken_however_old_the_tr
     await engine.dispose()
 
 
+class Busy(LogFailures):
+    def free_parked(self) -> None:
+        raise StoreError("the database is busy")
+
+
 class Unready(LogStore):
     """Cannot do what is to be done once lanes are taken."""
 
-    def free_parked(self, *_: object) -> None:
-        raise StoreError("the database is busy")
+    failures = Busy
 
 
 class Stuck(Unready):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Connection, Executable, delete, insert, select, text, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
@@ -28,6 +28,7 @@ from pillarbox.stores.operations import Action, Change, Handle, Lanes, Run, Sele
 from pillarbox.stores.tables import audit, lanes, outbox, relays, requests, routes
 from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
+from tests.deliveries import put
 from tests.domain import until_somebody_waits
 from tests.servers import Database
 
@@ -39,7 +40,6 @@ ANNA = Author("anna@office", "the broker was full")
 BEN = Author("ben@office")
 
 _T = TypeVar("_T")
-WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED, Status.DISCARDED)
 
 
 class Came(IntegrationEvent, name="depot.truck.came"):
@@ -74,18 +74,16 @@ class Yard:
         async with self.engine.begin() as connection:
             return await connection.run_sync(question)
 
-    async def put(self, *rows: Summary, **values: Any) -> None:
+    async def put(self, *rows: Summary, status: Status, **values: Any) -> None:
         """As an owner of the lane would have left them."""
         async with self.engine.begin() as connection:
-            if self.is_log and values.get("status") in WAITING:
-                for row in rows:
-                    await connection.execute(_failure(row.id, **values))
-                return
-            ids = [row.id for row in rows]
-            if self.is_log and "status" in values:
-                forget = text("DELETE FROM pillarbox_failures WHERE row_id = ANY (CAST(:ids AS bigint[]))")
-                await connection.execute(forget, {"ids": ids})
-            await connection.execute(update(outbox).where(outbox.c.id.in_(ids)).values(values))
+            found = outbox.c.id.in_([row.id for row in rows])
+            await connection.run_sync(put, found, status=status, **values)
+
+    async def written(self, row: Summary, *, ago: timedelta) -> None:
+        async with self.engine.begin() as connection:
+            now = datetime.now(UTC)
+            await connection.execute(update(outbox).where(outbox.c.id == row.id).values(created_at=now - ago))
 
     async def kill(self, *rows: Summary) -> None:
         await self.put(*rows, status=Status.FAILED, attempts=5, last_error="too long")
@@ -140,17 +138,6 @@ class Yard:
         return await self.store.take("relay-1", lease=60, wanted={ROUTE_ID: 16})
 
 
-def _failure(row: int, **values: Any) -> Executable:
-    """As a log keeps it: a row that waits is found in another table."""
-    names = ", ".join(values)
-    return text(
-        f"INSERT INTO pillarbox_failures (route, shard, row_id, tenant, key, {names}) "
-        f"SELECT route, shard, id, tenant, key, {', '.join(f':{name}' for name in values)} FROM pillarbox_outbox "
-        f"WHERE id = :row_id ON CONFLICT (route, shard, row_id) DO UPDATE SET "
-        + ", ".join(f"{name} = excluded.{name}" for name in values)
-    ).bindparams(row_id=row, **values)
-
-
 @pytest.fixture
 async def yard(database: Database) -> AsyncIterator[Yard]:
     engine = create_async_engine(database.url())
@@ -185,15 +172,15 @@ class TestRequests:
         assert await yard.trail() == []
 
     async def test_only_for_those_whom_it_can_help(self, yard: Yard) -> None:
-        for row, status in zip(
-            yard.rows, ("PENDING", "SENDING", "SENT", "RETRYING", "PARKED", "DISCARDED"), strict=True
-        ):
+        _, sending, *others = yard.rows
+        for row, status in zip(others, (Status.SENT, Status.RETRYING, Status.PARKED, Status.DISCARDED), strict=True):
             await yard.put(row, status=status)
+        await yard.announced(sending, batch=1)
         assert (await yard.request(Action.REDRIVE)).requested == 2
         assert (await yard.request(Action.DISCARD)).requested == 4
-        pending, sending, _, retrying, parked, _ = (row.id for row in yard.rows)
-        discarded = [(row, "discard") for row in (pending, sending, retrying, parked)]
-        assert sorted(await yard.requested()) == sorted([(sending, "redrive"), (retrying, "redrive"), *discarded])
+        first, second, _, retrying, parked, _ = (row.id for row in yard.rows)
+        discarded = [(row, "discard") for row in (first, second, retrying, parked)]
+        assert sorted(await yard.requested()) == sorted([(second, "redrive"), (retrying, "redrive"), *discarded])
 
     async def test_named_events_and_filters_narrow_each_other(self, yard: Yard) -> None:
         await yard.kill(*yard.rows)
@@ -207,7 +194,7 @@ class TestRequests:
 
     async def test_by_age(self, yard: Yard) -> None:
         await yard.kill(*yard.rows)
-        await yard.put(yard.rows[4], created_at=datetime.now(UTC) - timedelta(hours=3))
+        await yard.written(yard.rows[4], ago=timedelta(hours=3))
         await yard.request(Action.REDRIVE, Filter(older_than=7_200.0))
         assert await yard.requested() == [(yard.rows[4].id, "redrive")]
 
@@ -359,7 +346,7 @@ class TestLanes:
 
     async def test_what_a_list_shows(self, yard: Yard) -> None:
         first, *_, last = yard.rows
-        await yard.put(first, created_at=datetime.now(UTC) - timedelta(seconds=600))
+        await yard.written(first, ago=timedelta(seconds=600))
         await yard.kill(last)
         await yard.held()
         await yard.lane(rate=3.0, trouble="no route to host", trouble_until=from_now(30))

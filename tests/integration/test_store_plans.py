@@ -11,13 +11,13 @@ from uuid import UUID
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import func, select, text
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_cursor
 from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Failure, Lane
+from pillarbox.outbox import Batch, Failure, Lane, Status
 from pillarbox.stores import operations, rebase, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.identity import renew
@@ -30,12 +30,16 @@ from pillarbox.stores.tables import meta, outbox
 from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
+from tests.deliveries import put
 from tests.relays import soon
 
 _ANALYZE = {"postgresql": "ANALYZE pillarbox_outbox", "sqlite": "ANALYZE"}
 _EXPLAIN = {"postgresql": "EXPLAIN", "sqlite": "EXPLAIN QUERY PLAN"}
 _CURSORS: dict[str, Any] = {"postgresql": AsyncAdapt_asyncpg_cursor, "sqlite": AsyncAdapt_aiosqlite_cursor}
-_WALKS = {"postgresql": ("Seq Scan on pillarbox_outbox",), "sqlite": ("SCAN o", "SCAN pillarbox_outbox", "SCAN w")}
+_WALKS = {
+    "postgresql": ("Seq Scan on pillarbox_outbox",),
+    "sqlite": ("SCAN o", "SCAN pillarbox_outbox", "SCAN f", "SCAN b"),
+}
 
 
 @pytest.fixture(params=["embedded", pytest.param("system", marks=pytest.mark.elsewhere), "sqlite"])
@@ -57,7 +61,7 @@ async def test_h56_a_turn_of_a_queue_costs_the_same_however_much_was_sent(engine
         async with engine.begin() as connection:
             await connection.execute(text("ANALYZE"))
     [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
-    with _recorded(engine) as statements:
+    with _recorded(engine, of="pillarbox_") as statements:
         await store.ready([ROUTE.id], relay="r")
         page = await store.poll(lane, limit=100)
         assert page.redo
@@ -327,37 +331,25 @@ async def _run(engine: AsyncEngine, statement: str) -> None:
 
 async def _fill(engine: AsyncEngine, store: LogStore | QueueStore) -> None:
     """Much that was sent, a key with much behind a dead row, one that is due with a row behind it, and fresh rows."""
+    is_log, last = engine.dialect.name == "postgresql", 0
     async with engine.begin() as connection:
         await connection.run_sync(store.register, [ROUTE])
-        for keys, status, due in (
-            ([f"k{index}" for index in range(5000)], "SENT", None),
-            (["stuck"], "FAILED", None),
-            (["stuck"] * 2000, "PARKED", None),
-            (["due"], "RETRYING", from_now(-1.0)),
-            (["due"], "PARKED", None),
-            ([f"new{index}" for index in range(200)], "PENDING", None),
+        for keys, status, values in (
+            ([f"k{index}" for index in range(5000)], Status.SENT, {}),
+            (["stuck"], Status.FAILED, {}),
+            (["stuck"] * 2000, Status.PARKED, {}),
+            (["due"], Status.RETRYING, {"available_at": from_now(-1.0)}),
+            (["due"], Status.PARKED, {}),
+            ([f"new{index}" for index in range(200)], Status.PENDING, {}),
         ):
             await connection.run_sync(store.append, [delivery(key) for key in keys])
-            if status == "PENDING":
-                continue
-            if engine.dialect.name == "postgresql":
-                await connection.execute(text(_FAIL), {"status": status, "due": due is not None})
-                continue
-            written = outbox.c.status == "PENDING"
-            await connection.execute(update(outbox).where(written).values(status=status, available_at=due))
-        assert (await connection.execute(select(outbox.c.id).limit(1))).first()
-    if engine.dialect.name == "postgresql":  # in a transaction that sees the end of the first
-        await _run(engine, "DELETE FROM pillarbox_failures WHERE status = 'SENT'")
+            written = outbox.c.id > last
+            last = (await connection.execute(select(func.max(outbox.c.id)))).scalar_one()
+            if status is not Status.PENDING and not (is_log and status is Status.SENT):
+                await connection.run_sync(put, written, status=status, **values)
+    if is_log:  # in a transaction that sees the end of the first
         passed = "(SELECT max(row_id) FROM pillarbox_failures) || ' ' || pg_current_snapshot()"
         await _run(engine, f"UPDATE pillarbox_lanes SET cursor = {passed}")
-
-
-_FAIL = """
-    INSERT INTO pillarbox_failures (route, shard, row_id, key, status, available_at)
-    SELECT route, shard, id, key, :status, CASE WHEN :due THEN clock_timestamp() - interval '1 second' END
-    FROM pillarbox_outbox o
-    WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE f.row_id = o.id)
-"""
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from sqlalchemy import (
     String,
     Table,
     Uuid,
+    and_,
+    case,
     column,
     func,
     insert,
@@ -60,11 +62,18 @@ def fetch(connection: Connection, keys: Sequence[RowKey]) -> list[Archived]:
     if connection.dialect.name == "postgresql":
         rows = connection.execute(_FETCH, identities(keys)).all()
     else:
-        wanted = outbox.c.id.in_([key.id for key in keys])
-        columns = [each for each in outbox.c if each.name not in ("route", "available_at")]
-        found = select(*columns, outbox.c.route.label("route_id"), routes.c.name.label("route"))
-        joined = found.outerjoin(routes, routes.c.id == outbox.c.route)
-        rows = connection.execute(joined.where(wanted).order_by(outbox.c.id)).all()
+        o, f = outbox, failures
+        in_book = ("event_id", "attempts", "last_error", "headers", "body")
+        found = select(
+            *(each for each in o.c if each.name not in ("route", *in_book)),
+            *(func.coalesce(f.c[name], o.c[name], type_=o.c[name].type).label(name) for name in in_book),
+            case((f.c.event_id.is_not(None), o.c.event_id)).label("raised_event_id"),
+            o.c.route.label("route_id"),
+            routes.c.name.label("route"),
+        )
+        here = and_(f.c.route == o.c.route, f.c.shard == o.c.shard, f.c.row_id == o.c.id)
+        joined = found.outerjoin(routes, routes.c.id == o.c.route).outerjoin(f, here)
+        rows = connection.execute(joined.where(o.c.id.in_([key.id for key in keys])).order_by(o.c.id)).all()
     return [_archived(row._mapping) for row in rows]
 
 
@@ -252,7 +261,7 @@ def restore(connection: Connection, rows: Sequence[Archived], *, resend: bool) -
         ]
         Appender().append(connection, deliveries)
         return len(missing)
-    names = [each.name for each in outbox.c if each.name not in ("id", "route", "available_at", "headers", "body")]
+    names = [each.name for each in outbox.c if each.name not in ("id", "route", "headers", "body")]
     columns = [column(each.name, each.type) for each in outbox.c if each.name != "id"]
     statement = insert(table("pillarbox_outbox", *columns, column("xid")))
     if connection.dialect.name == "postgresql":
@@ -260,7 +269,7 @@ def restore(connection: Connection, rows: Sequence[Archived], *, resend: bool) -
     values = [
         {name: getattr(row, name) for name in names}
         | {"route": row.route_id, "headers": msgspec.json.encode(row.headers).decode(), "body": row.content}
-        | {"status": row.status.value, "available_at": None}
+        | {"status": row.status.value}
         for row in missing
     ]
     connection.execute(statement, values)

@@ -1,8 +1,11 @@
-"""The failed rows of a lane that is a log: a narrow table, which only the lane's owner changes.
+"""The failure book: what has failed in a lane, and what waits behind it. Only the lane's owner writes into it.
 
 Among the waiting rows of a key the first one decides. It is RETRYING with a time, or FAILED and needs a person; the
 rows behind it are PARKED. When the first one is gone, the next becomes RETRYING and is due at once. What a person has
-discarded, or sent in another form, is kept there as long as the row itself.
+discarded, or sent in another form, is kept in the book as long as the row itself.
+
+The rules are here, for every store. What a store adds is how its database is asked, and which rows are on their way:
+`stores.log_failures` and `stores.queue_failures`.
 """
 
 from __future__ import annotations
@@ -10,23 +13,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, func, select
 
 from ..cursor import RowAt
 from ..errors import StoreError
 from ..outbox import Ahead, Failure, FailurePolicy, Key, Lane, Row, Status
-from . import log_sql as sql
-from .announced import contents_of, detour_of, position
+from .tables import failures as book
 from .tables import requests
 
-_WAITING = frozenset({Status.RETRYING, Status.PARKED, Status.FAILED})
+WAITING = frozenset({Status.RETRYING, Status.PARKED, Status.FAILED})
 _KEYS_WITH_FOLLOWERS = 8
 """How many keys of a page bring the rows behind their first one: each costs a statement."""
+_KEYS_AT_ONCE = 10_000
+"""A statement has no room for any number of ids."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -47,35 +51,106 @@ class _Failed(msgspec.Struct, frozen=True):
     key: Key
 
 
+class Written(NamedTuple):
+    """What is written about a row. None for an error keeps the one that is there."""
+
+    row: int
+    tenant: str | None
+    key: str
+    status: Status
+    attempts: int
+    available_in: float | None
+    last_error: str | None
+
+
+class Book(NamedTuple):
+    """What is asked of the book, and written into it, as one database understands it. All of it is about one lane, as
+    `place` names it.
+    """
+
+    known: Any
+    """Of the rows ``ids``: where they stand, and their keys."""
+    failed: Any
+    """What the book says about the rows ``ids``."""
+    heads: Any
+    """The rows that are due and the first of their keys."""
+    followers: Any
+    """The waiting rows of a key behind a row of it, with 'due' if they may follow."""
+    redone: Any
+    """The rows ``ids`` as they are to be sent, with their schema versions."""
+    taken: Any
+    """Whether an event id is taken."""
+    firsts: Any
+    """For keys, each by one of its rows: the first row that later ones must not overtake."""
+    write: Any
+    promote: Any
+    """The parked rows ``ids`` are due now."""
+    done: tuple[Any, ...]
+    """The rows ``ids`` are at the destination."""
+    redrive: Any
+    edit: Any
+
+
 class Failures:
     """What the owner of a lane knows and writes about its failed rows, in one transaction."""
 
     def __init__(self, connection: Connection, lane: Lane) -> None:
-        self._connection = connection
-        self._lane = lane
-        self._place = place(lane)
+        self.lane = lane
+        self.connection = connection
+        self.place = place(lane)
         self._known: dict[int, Known] = {}
-        self._touched: set[Key] = set()
+        self._book = self.statements()
+        self._touched: dict[Key, int] = {}
+        """Keys whose first row may be another one now, each with one of its rows."""
+
+    # -- what a store adds ---------------------------------------------------------------------------------------------
+
+    def statements(self) -> Book:
+        """What the database understands."""
+        raise NotImplementedError
+
+    def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
+        """Rows as parameters of `Book.write`."""
+        raise NotImplementedError
+
+    def redone(self) -> Sequence[int]:
+        """The rows of the announced batch that may have failed before."""
+        raise NotImplementedError
+
+    def settled(self) -> Sequence[int]:
+        """Those of them that are at the destination once the batch is settled."""
+        raise NotImplementedError
+
+    def is_sending(self, row: Known, lane: Lane) -> bool:
+        """Whether the row is on its way in the batch that the lane has announced."""
+        raise NotImplementedError
+
+    def is_passed(self, row: Known, lane: Lane) -> bool:
+        """Whether the lane has come past a row that the book does not know."""
+        raise NotImplementedError
+
+    def changed(self, rows: Collection[int]) -> None:
+        """The book says something else about these rows."""
+
+    # -- looking -------------------------------------------------------------------------------------------------------
 
     def know(self, rows: Iterable[int]) -> Mapping[int, Known]:
         """Where rows of the lane stand; those that are not there are left out."""
         if ids := sorted({*rows} - self._known.keys()):
-            for row, xid, tenant, key in self._connection.execute(sql.KNOWN, {**self._place, "ids": ids}):
-                self._known[row] = Known(RowAt(row, xid or 0), Key(tenant, key))
+            for row, xid, tenant, key in self._ask(self._book.known, ids=ids):
+                self._known[row] = Known(RowAt(row, xid or 0), Key(text_of(tenant), text_of(key)))
         return self._known
 
     def redo(self, limit: int, max_bytes: int, paused: Sequence[str]) -> list[Row]:
         """The rows that are due and first of their keys, filled up with those behind them."""
-        contents = contents_of(self._lane)
-        sending = [] if contents is None else [*contents.redo]
-        asked = {**self._place, "limit": limit, "max_bytes": max_bytes, "sending": sending, "paused": paused}
-        found = [row_of(values) for values in self._connection.execute(sql.HEADS, asked)]
+        asked = {"limit": limit, "max_bytes": max_bytes, "sending": [*self.redone()], "paused": [*paused]}
+        found = [row_of(values) for values in self._ask(self._book.heads, **asked)]
         room, left = limit - len(found), max_bytes - sum(len(row.body) for row in found)
         for head in sorted(found, key=attrgetter("id"))[:_KEYS_WITH_FOLLOWERS]:
             if room <= 0 or left <= 0:
                 break
             behind = {**asked, "tenant": head.tenant, "key": head.key, "after": head.id, "limit": room}
-            rows = self._connection.execute(sql.FOLLOWERS, {**behind, "max_bytes": left}).all()
+            rows = self._ask(self._book.followers, **{**behind, "max_bytes": left})
             for values in sorted(rows, key=itemgetter(0)):
                 if values[8] != "due":
                     break
@@ -91,64 +166,77 @@ class Failures:
     ) -> None:
         """These rows, of the batch or failed before, are tried again later, or not at all."""
         again = [failure.row for failure in failures if not failure.error and failure.row not in batch]
-        gone = {*again} - {row for row, failed in self._failed(again).items() if failed.status in _WAITING}
+        gone = {*again} - {row for row, failed in self._failed(again).items() if failed.status in WAITING}
         failures = [failure for failure in failures if failure.row not in gone]
-        before = self._admit([failure.row for failure in failures], batch, _WAITING)
+        before = self._admit([failure.row for failure in failures], batch, WAITING)
         written = []
         for failure in failures:
             row, attempts = failure.row, failure.attempts
             if not failure.error:  # it is no attempt: then a person may have set them back meanwhile
                 attempts = min(attempts, before[row].attempts if row in before else (counted or {}).get(row, 0))
             status = Status.FAILED if failure.retry_after is None else Status.RETRYING
-            written.append((row, *self._known[row].key, status, attempts, failure.retry_after, failure.error))
+            written.append(Written(row, *self._known[row].key, status, attempts, failure.retry_after, failure.error))
         self._write(written)
 
     def park(self, rows: Sequence[int], batch: Collection[int]) -> None:
         """These rows go behind a failed one of their key."""
         before = self._admit(rows, batch, (Status.RETRYING, Status.PARKED))
         attempts = {row: failed.attempts for row, failed in before.items()}
-        self._write([(row, *self._known[row].key, Status.PARKED, attempts.get(row, 0), None, None) for row in rows])
+        key_of = {row: self._known[row].key for row in rows}
+        self._write([Written(row, *key_of[row], Status.PARKED, attempts.get(row, 0), None, None) for row in rows])
+
+    def knows(self, rows: Iterable[int]) -> Collection[int]:
+        """Which of the rows have failed before."""
+        return self._failed(rows).keys()
 
     def count_attempts(self, attempts: Mapping[int, int]) -> None:
         """Of failed rows that are being sent again."""
         before = self._failed(attempts)
-        self._write(
-            [(row, *it.key, it.status, attempts[row], 0.0, None) for row, it in before.items() if row in attempts]
-        )
+        self._write([Written(row, *it.key, it.status, attempts[row], 0.0, None) for row, it in before.items()])
 
     def settle(self) -> None:
         """The failed rows of the announced batch are at the destination."""
-        contents = contents_of(self._lane)
-        ids = [] if contents is None else [row for row in contents.redo if row not in contents.out]
-        if ids:
-            self._touched |= {failed.key for failed in self._failed(ids).values()}
-            for statement in sql.DONE:
-                self._connection.execute(statement, {**self._place, "ids": ids})
+        if before := self._failed(self.settled()):
+            self._touched |= {failed.key: row for row, failed in before.items()}
+            for statement in self._book.done:
+                self._do(statement, ids=sorted(before))
+
+    def free_parked(self) -> None:
+        """The route may have parked rows behind dead ones until it was told to skip these: wake them."""
+        waits = (book.c.route == self.lane.route.id, book.c.shard == self.lane.shard, book.c.status == Status.PARKED)
+        one_of_each = select(book.c.tenant, book.c.key, func.min(book.c.row_id)).where(*waits)
+        found = self.connection.execute(one_of_each.group_by(book.c.tenant, book.c.key)).all()
+        for start in range(0, len(found), _KEYS_AT_ONCE):
+            self._touched = {Key(tenant, key): row for tenant, key, row in found[start : start + _KEYS_AT_ONCE]}
+            self.after(self.lane)
 
     def after(self, lane: Lane) -> Lane:
         """What is true of the lane after all that: who is first of the keys, and which keys wait."""
         if not self._touched:
             return lane
         keys = sorted(self._touched, key=lambda key: (key.key, key.tenant or ""))
-        asked = {**self._place, "tenants": [key.tenant for key in keys], "keys": [key.key for key in keys]}
+        asked = {"tenants": [key.tenant for key in keys], "keys": [key.key for key in keys]}
+        firsts = self._ask(self._book.firsts, **asked, ids=[self._touched[key] for key in keys])
         waiting, promoted = set(lane.waiting), []
-        for tenant, key, first, status in self._connection.execute(sql.FIRSTS, asked):
+        for tenant, key, first, status in firsts:
+            of = Key(text_of(tenant), text_of(key))
             if first is None:
-                waiting.discard(Key(tenant, key))
+                waiting.discard(of)
                 continue
-            waiting.add(Key(tenant, key))
+            waiting.add(of)
             if status == Status.PARKED:
                 promoted.append(first)
         if promoted:
-            self._connection.execute(sql.PROMOTE, {**self._place, "ids": promoted})
+            self._do(self._book.promote, ids=promoted)
+            self.changed(promoted)
         return replace(lane, waiting=frozenset(waiting))
 
     def _failed(self, rows: Iterable[int]) -> dict[int, _Failed]:
         if not (ids := sorted({*rows})):
             return {}
-        found = self._connection.execute(sql.FAILURES, {**self._place, "ids": ids})
         return {
-            row: _Failed(Status(status), attempts, Key(tenant, key)) for row, status, attempts, tenant, key in found
+            row: _Failed(Status(status), attempts, Key(text_of(tenant), text_of(key)))
+            for row, status, attempts, tenant, key in self._ask(self._book.failed, ids=ids)
         }
 
     def _admit(self, rows: Sequence[int], batch: Collection[int], statuses: Collection[Status]) -> dict[int, _Failed]:
@@ -160,16 +248,22 @@ class Failures:
             failed = before.get(row)
             if row not in known or (row not in batch if failed is None else failed.status not in statuses):
                 raise StoreError(
-                    f"row {row} is not of this batch of lane {self._lane}, or is in no state to be changed: "
+                    f"row {row} is not of this batch of lane {self.lane}, or is in no state to be changed: "
                     "somebody changed it by hand"
                 )
         return before
 
-    def _write(self, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _write(self, rows: Sequence[Written]) -> None:
         if rows:
-            columns = zip(sql.FAILURE_COLUMNS, map(list, zip(*rows, strict=True)), strict=True)
-            self._connection.execute(sql.WRITE_FAILURES, {**self._place, **dict(columns)})
-            self._touched |= {Key(row[1], row[2]) for row in rows}
+            self._do(self._book.write, **self.columns(rows))
+            self._touched |= {Key(it.tenant, it.key): it.row for it in rows}
+            self.changed([it.row for it in rows])
+
+    def _ask(self, statement: Any, **parameters: Any) -> Sequence[Any]:
+        return self.connection.execute(statement, {**self.place, **parameters}).all()
+
+    def _do(self, statement: Any, **parameters: Any) -> None:
+        self.connection.execute(statement, {**self.place, **parameters})
 
     # -- what people ask for -------------------------------------------------------------------------------------------
 
@@ -177,16 +271,12 @@ class Failures:
         """Do what was asked, in that order. A row that is being sent keeps its request."""
         if not ids:
             return
-        here = (requests.c.route == self._lane.route.id, requests.c.shard == self._lane.shard)
-        found = self._connection.execute(
+        here = (requests.c.route == self.lane.route.id, requests.c.shard == self.lane.shard)
+        found = self.connection.execute(
             select(requests).where(*here, requests.c.id.in_(ids)).order_by(requests.c.id)
         ).all()
-        known, sending = self.know(request.row_id for request in found), contents_of(following)
-        asked = [
-            request
-            for request in found
-            if not (sending and request.row_id in known and sending.holds(known[request.row_id].ahead, following))
-        ]
+        known = self.know(request.row_id for request in found)
+        asked = [it for it in found if it.row_id not in known or not self.is_sending(known[it.row_id], following)]
         for action, run in groupby(asked, key=attrgetter("action")):
             if action == "edit":
                 for request in run:
@@ -194,37 +284,37 @@ class Failures:
                 continue
             rows = sorted({request.row_id for request in run if request.row_id in known})
             if action == "redrive":
-                self._connection.execute(sql.REDRIVE, {**self._place, "ids": rows})
+                self._do(self._book.redrive, ids=rows)
+                self.changed(rows)
             elif action == "discard":
                 self._discard(following, rows)
         if asked:
-            self._connection.execute(delete(requests).where(requests.c.id.in_([request.id for request in asked])))
-        self._touched |= {known[request.row_id].key for request in asked if request.row_id in known}
+            self.connection.execute(delete(requests).where(requests.c.id.in_([request.id for request in asked])))
+        self._touched |= {known[it.row_id].key: it.row_id for it in asked if it.row_id in known}
 
     def _discard(self, lane: Lane, rows: Sequence[int]) -> None:
         before = self._failed(rows)
-        attempts = {row: 0 for row in rows if row not in before and not self._is_passed(lane, self._known[row])}
-        attempts |= {row: failed.attempts for row, failed in before.items() if failed.status in _WAITING}
+        attempts = {row: 0 for row in rows if row not in before and not self.is_passed(self._known[row], lane)}
+        attempts |= {row: failed.attempts for row, failed in before.items() if failed.status in WAITING}
+        key_of = {row: self._known[row].key for row in attempts}
         self._write(
-            [(row, *self._known[row].key, Status.DISCARDED, count, None, None) for row, count in attempts.items()]
+            [Written(row, *key_of[row], Status.DISCARDED, count, None, None) for row, count in attempts.items()]
         )
-
-    def _is_passed(self, lane: Lane, row: Known) -> bool:
-        return position(lane, detour_of(lane, row.key.tenant)).covers(row.at)
 
     def _edit(self, row: int, event_id: UUID | None, body: bytes | None) -> None:
         failed = self._failed([row]).get(row)
         if failed is None or failed.status not in (Status.FAILED, Status.RETRYING) or event_id is None or body is None:
             return
-        asked = {**self._place, "row_id": row, "ids": [row], "event_id": str(event_id), "body": body}
-        values = self._connection.execute(sql.REDONE, asked).first()
-        if values is None:  # somebody has deleted the row by hand
+        found = self._ask(self._book.redone, ids=[row])
+        if not found:  # somebody has deleted the row by hand
             return
-        if self._connection.execute(sql.TAKEN, {**asked, "schema_version": values[-1]}).first() is not None:
+        if self._ask(self._book.taken, event_id=event_id, schema_version=found[0][-1]):
             return  # this very edit perhaps: asked twice, it is done once
-        old = row_of(values)
+        old = row_of(found[0])
         headers = {**old.headers, "event_id": str(event_id), "original_event_id": str(old.event_id)}
-        self._connection.execute(sql.EDIT, {**asked, "headers": msgspec.json.encode(headers).decode()})
+        told = msgspec.json.encode(headers).decode()
+        self._do(self._book.edit, row_id=row, event_id=event_id, body=body, headers=told)
+        self.changed([row])
 
 
 def place(lane: Lane) -> dict[str, Any]:
@@ -239,7 +329,21 @@ def place(lane: Lane) -> dict[str, Any]:
 decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
+def text_of(value: Any) -> Any:
+    """A key or a tenant: MariaDB and MySQL keep their bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def row_of(values: Sequence[Any]) -> Row:
     """A row from what the driver gives, whatever is behind it."""
     row_id, event_id, topic, key, tenant, headers, body, attempts, *_ = values
-    return Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, attempts)
+    return Row(
+        row_id,
+        event_id if isinstance(event_id, UUID) else UUID(event_id),
+        topic,
+        text_of(key),
+        text_of(tenant),
+        decode_headers(headers),
+        body,
+        attempts,
+    )

@@ -28,7 +28,6 @@ from sqlalchemy import (
     delete,
     func,
     insert,
-    literal_column,
     or_,
     select,
     tuple_,
@@ -44,7 +43,8 @@ from ..redaction import redacted
 from .announced import decode_detours
 from .append import route_record
 from .columns import from_now
-from .tables import lanes, meta, outbox, relays, requests, routes, tenants
+from .failures import WAITING, Failures
+from .tables import failures, lanes, meta, relays, requests, routes, tenants
 from .turns import HUNG_SECONDS, Turns
 
 logger = logging.getLogger("pillarbox")
@@ -59,6 +59,9 @@ _RELEASE_SECONDS = 0.5
 class Leases(Turns):
     """`LaneStore` on a relational database."""
 
+    failures: type[Failures]
+    """The failure book, as the store keeps it."""
+
     async def census(self) -> Census:
         return await self.ask_apart(_census)
 
@@ -70,7 +73,7 @@ class Leases(Turns):
         for lane in taken:
             if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
                 try:
-                    await self.all_or_nothing(self.free_parked, lane)
+                    await self.all_or_nothing(self._free_parked, lane)
                 except Exception as error:
                     logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
                     unready.append(lane)
@@ -88,15 +91,11 @@ class Leases(Turns):
         shards: Shards | None,
     ) -> list[Lane]:
         lanes = _take(connection, relay, lease, wanted, shards)
-        return self.with_waiting_keys(connection, lanes) if lanes else []
+        return _with_waiting_keys(connection, lanes) if lanes else []
 
-    def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
-        """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
-        raise NotImplementedError
-
-    def free_parked(self, connection: Connection, lane: Lane) -> None:
-        """The route may have parked behind dead rows until it was told to skip them: wake what waits behind these."""
-        raise NotImplementedError
+    def _free_parked(self, connection: Connection, lane: Lane) -> None:
+        confirm(connection, lane)
+        self.failures(connection, lane).free_parked()
 
     async def renew(
         self,
@@ -188,11 +187,6 @@ def confirm(connection: Connection, lane: Lane) -> None:
 def lease_lost(lane: Lane) -> LeaseLostError:
     """What the owner of a lane is told when its writes find another one."""
     return LeaseLostError(f"lane {lane} has another owner than epoch {lane.epoch}, batch {lane.batch}")
-
-
-def is_(*statuses: Status) -> ColumnElement[bool]:
-    """The status as a constant: only then does the planner see that a partial index holds all such rows."""
-    return outbox.c.status.in_([literal_column(f"'{status}'") for status in statuses])
 
 
 def stored(announced: Announcement | None) -> dict[str, Any]:
@@ -293,7 +287,7 @@ _FREE = (
     .where(
         lanes.c.route == bindparam("route", type_=BigInteger),
         ~lanes.c.paused,
-        or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now()),
+        or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now()),
     )
     .order_by(lanes.c.shard)
     .limit(bindparam("count", type_=Integer))
@@ -319,8 +313,15 @@ def lane_of(row: Mapping[Any, Any]) -> Lane:
     )
 
 
-def with_keys(taken: Sequence[Lane], found: Iterable[tuple[int, int, str | None, str]]) -> list[Lane]:
-    """The lanes with their waiting keys, of which each comes with the route and shard of its lane."""
+def _with_waiting_keys(connection: Connection, taken: Sequence[Lane]) -> list[Lane]:
+    """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
+    skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
+    is_dead = and_(failures.c.status == Status.FAILED, failures.c.route.in_(skipping))
+    found = connection.execute(
+        select(failures.c.route, failures.c.shard, failures.c.tenant, failures.c.key)
+        .where(among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
+        .distinct()
+    )
     waiting: dict[LaneName, set[Key]] = {}
     for route, shard, tenant, key in found:
         waiting.setdefault(LaneName(route, shard), set()).add(Key(tenant, key))

@@ -28,8 +28,8 @@ from ..outbox import Announcement, Batch, Failure, Lane, LaneName, Page, Row, di
 from . import log_sql as sql
 from .announced import Contents, contents_of, encode_detours, moved, position, settled, settled_at
 from .append import Appender
-from .failures import Failures, place
-from .leases import Leases, confirm, fenced, lease_lost, stored, with_keys
+from .leases import Leases, confirm, fenced, lease_lost, stored
+from .log_failures import LogFailures
 from .look import FILTERED, Found, Look, Looked, Room, RowReader, glance_for, look_at, poll, question_of, rebuild, side
 from .origin import COPY
 from .schema import SCHEMA_VERSION
@@ -42,6 +42,8 @@ _AT_ONCE = 500
 
 class LogStore(Appender, Leases):
     """`LaneStore`, `OutboxStore` and `Appends` on PostgreSQL."""
+
+    failures = LogFailures
 
     def __init__(self, engine: AsyncEngine) -> None:
         Appender.__init__(self)
@@ -59,10 +61,6 @@ class LogStore(Appender, Leases):
         if taken:
             self._check(guards)  # if it refuses, nothing is taken
         return taken
-
-    def with_waiting_keys(self, connection: Connection, taken: list[Lane]) -> list[Lane]:
-        names = {"routes": [lane.route.id for lane in taken], "shards": [lane.shard for lane in taken]}
-        return with_keys(taken, connection.execute(sql.WAITING, names))
 
     def _check(self, guards: Any) -> None:
         """Refuse a database in which a cursor would mean something else than it meant when it was written."""
@@ -86,10 +84,6 @@ class LogStore(Appender, Leases):
                 synchronous,
             )
         self._warned = True
-
-    def free_parked(self, connection: Connection, lane: Lane) -> None:
-        confirm(connection, lane)
-        connection.execute(sql.FREE_PARKED, place(lane))
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
         return await self.each_alone(_ready, sorted(routes), relay)
@@ -306,7 +300,7 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch,
     if skipped and following.announced is None:
         detour = None if batch.cursor is None else batch.cursor.detour
         connection.execute(sql.JOURNAL, _entry(following, skipped, detour))
-    failures = Failures(connection, lane)
+    failures = LogFailures(connection, lane)
     failures.settle()
     failures.fail(batch.failures, skipped)
     failures.park(batch.parked, skipped)
@@ -331,7 +325,7 @@ def _write(connection: Connection, lane: Lane, following: Lane) -> None:
 
 def _settle(connection: Connection, lane: Lane, following: Lane) -> Lane:
     _write(connection, lane, following)
-    failures = Failures(connection, lane)
+    failures = LogFailures(connection, lane)
     failures.settle()
     return failures.after(following)
 
@@ -377,7 +371,7 @@ def _amend(
     if contents is None or announced is None:
         raise StoreError("there is no announced batch to amend")
     rows = {*(failure.row for failure in failures), *parked}
-    book = Failures(connection, lane)
+    book = LogFailures(connection, lane)
     known = book.know([*rows, *attempts])
     batch = {row for row in (*rows, *attempts) if row in known and contents.holds(known[row].ahead, lane)}
     if strange := [row for row in attempts if row not in batch]:

@@ -1,5 +1,5 @@
-"""What the log store tells PostgreSQL, and asks it about failures and lanes. How it looks for rows is in
-`stores.look_sql`.
+"""What the log store tells PostgreSQL, and asks it about lanes. How it looks for rows is in `stores.look_sql`, what it
+says of failures in `stores.log_failures`.
 """
 
 from __future__ import annotations
@@ -9,84 +9,9 @@ from typing import NamedTuple
 
 from sqlalchemy import text
 
-from .look_sql import FRESH, ROW, sized
+from .log_failures import DUE, first_of_its_key
 from .origin import IS_ORIGINAL
 from .statement import DirectStatement
-
-_DUE = """f.status = 'RETRYING' AND f.available_at <= (SELECT clock_timestamp())"""
-_FAILURE = "f.route = :route AND f.shard = :shard"
-_PARKS = "CAST(:parks AS boolean)"
-_WAITING = "f.status IN ('RETRYING', 'PARKED', 'FAILED')"
-_NOT_SENDING = "f.row_id <> ALL (CAST(:sending AS bigint[]))"
-
-
-def _blocks(rows: str, tenant: str, parks: str = _PARKS) -> str:
-    """Whether a row is this tenant's, and later ones of its key must not overtake it.
-
-    The planner takes two equal tenants for a rarity, and would sort all rows of a key to find its first one. Of a CASE
-    it thinks nothing, and reads them as they stand in the index.
-    """
-    same = f"{rows}.tenant IS NOT DISTINCT FROM {tenant}"
-    return f"CASE WHEN {same} THEN {rows}.status <> 'FAILED' OR {parks} ELSE false END"
-
-
-def _first_of_its_key(parks: str = _PARKS) -> str:
-    return f"""f.row_id = (
-        SELECT b.row_id FROM pillarbox_failures b
-        WHERE b.key = f.key AND b.route = f.route AND b.shard = f.shard AND b.status IN ('RETRYING', 'PARKED', 'FAILED')
-          AND {_blocks("b", "f.tenant", parks)}
-        ORDER BY b.row_id LIMIT 1)"""  # noqa: S608  constants
-
-
-def _delivery_of(failures: str) -> str:
-    """Failures with what their rows hold, or what a person has put in its place."""
-    return f"""
-        SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
-               CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
-               f.attempts, f.status, o.schema_version
-        FROM ({failures}) f CROSS JOIN LATERAL (
-            SELECT o.* FROM pillarbox_outbox o WHERE {FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
-        ) o"""  # noqa: S608  constants
-
-
-HEADS = text(
-    sized(
-        _delivery_of(
-            f"""
-            SELECT f.* FROM pillarbox_failures f
-            WHERE {_FAILURE} AND {_DUE} AND {_NOT_SENDING}
-              AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[]))) AND {_first_of_its_key()}
-            ORDER BY f.available_at LIMIT :limit"""  # noqa: S608  constants
-        ),
-        f"{ROW}, attempts, status",
-    )
-)
-"""Rows that are due and the first of their key."""
-
-FOLLOWERS = text(
-    sized(
-        _delivery_of(
-            f"""
-            SELECT f.row_id, f.event_id, f.headers, f.body, f.attempts,
-                   CASE WHEN f.status = 'PARKED' OR ({_DUE}) THEN 'due' ELSE f.status END AS status
-            FROM pillarbox_failures f
-            WHERE {_FAILURE} AND f.key = :key AND f.row_id > :after AND {_WAITING} AND {_NOT_SENDING}
-              AND {_blocks("f", "CAST(:tenant AS text)")}
-            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
-        ),
-        f"{ROW}, attempts, status",
-    )
-)
-"""The waiting rows of a key behind a row of it, with 'due' if they may follow."""
-
-REDONE = text(
-    f"SELECT {ROW}, attempts, schema_version FROM ("  # noqa: S608  constants
-    + _delivery_of(
-        f"SELECT f.* FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"  # noqa: S608
-    )
-    + ") d"
-)
-"""Failed rows, by their ids."""
 
 # -- who has something to do -------------------------------------------------------------------------------------------
 
@@ -111,7 +36,7 @@ READY = text(
             WHERE {_HERE} AND o.xid >= pg_snapshot_xmax({_SEEN}) AND o.id <= {_HIGH}
             ORDER BY o.xid, o.id LIMIT 1) IS NOT NULL
         OR (SELECT f.row_id FROM pillarbox_failures f
-            WHERE f.route = l.route AND f.shard = l.shard AND {_DUE} AND {_first_of_its_key("r.on_failure = 'park'")}
+            WHERE f.route = l.route AND f.shard = l.shard AND {DUE} AND {first_of_its_key("r.on_failure = 'park'")}
             ORDER BY f.available_at LIMIT 1) IS NOT NULL
         OR EXISTS (SELECT FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
         OR EXISTS (
@@ -182,115 +107,8 @@ JOURNAL = text(
     f"{_ENTRY} SELECT {_SETTLED}, locked_by FROM pillarbox_lanes WHERE route = :route AND shard = :shard"  # noqa: S608
 )
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-KNOWN = text(
-    f"""
-    SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
-    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
-        SELECT o.id, o.xid, o.tenant, o.key FROM pillarbox_outbox o
-        WHERE {FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
-    ) o
-    """  # noqa: S608  constants
-)
-"""Where rows stand, and their keys."""
-
-FAILURES = text(
-    f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.key FROM pillarbox_failures f "  # noqa: S608
-    f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"
-)
-
-FAILURE_COLUMNS = ("row_id", "tenant", "key", "status", "attempts", "available_in", "last_error")
-WRITE_FAILURES = text(
-    """
-    INSERT INTO pillarbox_failures AS f
-        (route, shard, row_id, tenant, key, status, attempts, available_at, last_error)
-    SELECT :route, :shard, v.row_id, v.tenant, v.key, v.status, v.attempts,
-           clock_timestamp() + make_interval(secs => v.available_in), v.last_error
-    FROM unnest(CAST(:row_id AS bigint[]), CAST(:tenant AS text[]), CAST(:key AS text[]), CAST(:status AS text[]),
-                CAST(:attempts AS integer[]), CAST(:available_in AS double precision[]), CAST(:last_error AS text[]))
-        AS v(row_id, tenant, key, status, attempts, available_in, last_error)
-    ON CONFLICT (route, shard, row_id) DO UPDATE
-    SET status = excluded.status, attempts = excluded.attempts, available_at = excluded.available_at,
-        last_error = coalesce(excluded.last_error, f.last_error)
-    """
-)
-
-FIRSTS = text(
-    f"""
-    SELECT k.tenant, k.key, first.row_id, first.status
-    FROM unnest(CAST(:tenants AS text[]), CAST(:keys AS text[])) AS k(tenant, key) LEFT JOIN LATERAL (
-        SELECT f.row_id, f.status FROM pillarbox_failures f
-        WHERE f.key = k.key AND {_FAILURE} AND {_WAITING} AND {_blocks("f", "k.tenant")}
-        ORDER BY f.row_id LIMIT 1
-    ) first ON true
-    """  # noqa: S608  constants
-)
-"""For keys: the first row that later ones must not overtake."""
-
-PROMOTE = text(
-    f"""
-    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp()
-    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status = 'PARKED'
-    """  # noqa: S608  constants
-)
-
-DONE = (
-    # An edit is kept as long as its row: it is what was sent.
-    text(
-        f"UPDATE pillarbox_failures f SET status = 'SENT', available_at = NULL "  # noqa: S608
-        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NOT NULL"
-    ),
-    text(
-        f"DELETE FROM pillarbox_failures f "  # noqa: S608
-        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
-    ),
-)
-"""Failed rows that are at the destination."""
-
-REDRIVE = text(
-    f"""
-    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0
-    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status IN ('RETRYING', 'FAILED')
-    """  # noqa: S608  constants
-)
-EDIT = text(
-    f"""
-    UPDATE pillarbox_failures f
-    SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0,
-        event_id = CAST(:event_id AS uuid), body = :body, headers = CAST(:headers AS json)
-    WHERE {_FAILURE} AND f.row_id = :row_id AND f.status IN ('RETRYING', 'FAILED')
-    """  # noqa: S608  constants
-)
-TAKEN = text(
-    """
-    SELECT 1 FROM pillarbox_outbox
-    WHERE event_id = CAST(:event_id AS uuid) AND route = :route AND schema_version = :schema_version
-    UNION ALL
-    SELECT 1 FROM pillarbox_failures WHERE event_id = CAST(:event_id AS uuid) AND route = :route
-    """
-)
-
 # -- taking over -------------------------------------------------------------------------------------------------------
 
-WAITING = text(
-    f"""
-    SELECT DISTINCT f.route, f.shard, f.tenant, f.key
-    FROM pillarbox_failures f JOIN pillarbox_routes r ON r.id = f.route
-    JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[])) AS l(route, shard)
-      ON l.route = f.route AND l.shard = f.shard
-    WHERE {_WAITING} AND (f.status <> 'FAILED' OR r.on_failure = 'park')
-    """  # noqa: S608  constants
-)
-FREE_PARKED = text(
-    f"""
-    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp()
-    WHERE {_FAILURE} AND f.status = 'PARKED' AND {_first_of_its_key()} AND f.row_id = ANY (ARRAY(
-        SELECT min(p.row_id) FROM pillarbox_failures p
-        WHERE p.route = :route AND p.shard = :shard AND p.status = 'PARKED' GROUP BY p.tenant, p.key))
-    """  # noqa: S608  constants
-)
-"""What waits and is the first of its key, now that dead rows are skipped."""
 GUARDS = text(
     f"""
     SELECT pg_is_in_recovery() AS standby, {IS_ORIGINAL},

@@ -17,10 +17,10 @@ from sqlalchemy import Connection
 from ..cursor import Cursor, Snapshot, Window
 from ..errors import LaneHaltedError, StoreError
 from ..outbox import Lane, Page, Row
-from . import log_sql
 from . import look_sql as sql
 from .announced import contents_of, position
-from .failures import Failures, decode_headers, place, row_of
+from .failures import decode_headers, place, row_of
+from .log_failures import REDONE, LogFailures
 from .statement import DirectStatement
 
 _LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
@@ -99,13 +99,13 @@ def poll(  # noqa: PLR0917  what one statement asks
         found = look_at(connection, lane, detour, room)
     redo: tuple[Row, ...] = ()
     if lane.waiting and (found is None or found.due):
-        redo = tuple(Failures(connection, lane).redo(room.limit, room.max_bytes, paused))
+        redo = tuple(LogFailures(connection, lane).redo(room.limit, room.max_bytes, paused))
     if found is None:
         return Page(redo=redo, fresh=())
     held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
     asked = found.asked
     if asked and (contents := contents_of(lane)) is not None:
-        known = Failures(connection, lane).know(asked.values())
+        known = LogFailures(connection, lane).know(asked.values())
         asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
     if held:
         return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
@@ -305,7 +305,7 @@ def rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
     rows = {values[0]: row_of(values) for values in connection.execute(sql.BETWEEN, parameters)}
     order = [*contents.redo, *(row for row in rows if row not in skip)]
     if contents.redo:
-        rows |= {values[0]: row_of(values) for values in connection.execute(log_sql.REDONE, parameters)}
+        rows |= {values[0]: row_of(values) for values in connection.execute(REDONE, parameters)}
     numbered = enumerate(announced.items or order, start=announced.first_number)
     found = [(number, rows[row]) for number, row in numbered if row in rows and row not in contents.out]
     lane.check_batch(found)

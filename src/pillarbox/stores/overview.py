@@ -125,7 +125,7 @@ class Backlog:
 
 def unowned_lanes(connection: Connection) -> dict[str, int]:
     """How many lanes of each route nobody holds, without those that are paused."""
-    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
+    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now())
     unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
     counted = select(routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id).group_by(routes.c.name)
     return dict(connection.execute(counted).all())
@@ -192,7 +192,7 @@ def _amount(rows: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
 
 def unserved(connection: Connection) -> list[Unserved]:
     """Routes whose deliveries wait in lanes without an owner. Lanes that were paused wait on purpose."""
-    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until < from_now())
+    free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now())
     what = (routes.c.name, routes.c.destination, routes.c.topic)
     found = (
         select(*what, func.count(lanes.c.shard.distinct()), func.count())

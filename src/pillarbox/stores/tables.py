@@ -129,7 +129,6 @@ outbox = Table(
     Column("created_at", Utc, nullable=False, server_default=now()),
     Column("status", String(10), nullable=False, server_default="PENDING"),
     Column("attempts", Integer, nullable=False, server_default="0"),
-    Column("available_at", Utc),
     Column("batch", BigInteger),
     Column("number", BigInteger),
     Column("last_error", LongText),

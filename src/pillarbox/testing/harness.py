@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, MetaData, text, update
+from sqlalchemy import Connection, MetaData, update
 from sqlalchemy.event import listen
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -33,7 +33,7 @@ from ..inbox import Letter
 from ..outbox import Status
 from ..route import Origin, Route, Router, default_aggregate_type
 from ..stores.columns import from_now
-from ..stores.tables import outbox
+from ..stores.tables import failures
 from ..transport import Message, Received, Transport
 from ..transports.memory import MemoryTransport
 from .fake_clock import FakeClock
@@ -413,11 +413,7 @@ async def _do_not_wait_for_the_disk(engine: AsyncEngine) -> None:
 
 def _make_due(connection: Connection) -> None:
     """What waits for its next attempt need not wait any longer. No relay is at work, so nobody is disturbed."""
-    connection.execute(update(outbox).where(outbox.c.status == Status.RETRYING).values(available_at=from_now()))
-    if connection.dialect.name == "postgresql":
-        connection.execute(
-            text("UPDATE pillarbox_failures SET available_at = clock_timestamp() WHERE status = 'RETRYING'")
-        )
+    connection.execute(update(failures).where(failures.c.status == Status.RETRYING).values(available_at=from_now()))
 
 
 def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:

@@ -117,7 +117,6 @@ def _make_outbox(op: Operations, postgres: bool) -> None:
         sa.Column("created_at", Utc, nullable=False, server_default=now()),
         sa.Column("status", sa.String(10), nullable=False, server_default="PENDING"),
         sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
-        sa.Column("available_at", Utc),
         sa.Column("batch", sa.BigInteger),
         sa.Column("number", sa.BigInteger),
         sa.Column("last_error", LongText),
@@ -127,11 +126,6 @@ def _make_outbox(op: Operations, postgres: bool) -> None:
     )
     is_unsent = sa.text("status <> 'SENT'")
     _make_index(op, "ix_pillarbox_outbox_lane", "pillarbox_outbox", "route", "shard", "status", "id", where=is_unsent)
-    if op.get_context().dialect.name == "sqlite":
-        # Leads to the first waiting row of a key, however many are parked behind it. Only where an index can hold these
-        # few rows alone: elsewhere every business transaction would pay for it.
-        columns = ("key", "route", "shard", "id")  # in this order nothing else is tempted to use it
-        _make_index(op, "ix_pillarbox_outbox_waiting", "pillarbox_outbox", *columns, where=_WAITING)
 
 
 def _make_failures(op: Operations) -> None:
@@ -152,7 +146,11 @@ def _make_failures(op: Operations) -> None:
         sa.Column("body", LongBytes),
     )
     book, is_due, is_edited = "pillarbox_failures", sa.text("status = 'RETRYING'"), sa.text("event_id IS NOT NULL")
-    _make_index(op, "ix_pillarbox_failures_key", book, "key", "route", "shard", "row_id", where=_WAITING)
+    # Leads to the first waiting row of a key, however many are parked behind it. Where an index has all rows, their
+    # status in it tells which of them wait. In this order nothing else is tempted to use it.
+    has_all = op.get_context().dialect.name in ("mysql", "mariadb")
+    by_key = ("key", "route", "shard", "row_id", *(("status",) if has_all else ()))
+    _make_index(op, "ix_pillarbox_failures_key", book, *by_key, where=_WAITING)
     _make_index(op, "ix_pillarbox_failures_due", book, "route", "shard", "available_at", where=is_due)
     _make_index(op, "ix_pillarbox_failures_event", book, "event_id", where=is_edited)
 

@@ -61,7 +61,7 @@ SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name 
            ELSE 'PENDING'
        END AS varchar(10)) AS status,
        coalesce(f.attempts, o.attempts) AS attempts,
-       coalesce(f.available_at, o.available_at) AS next_attempt_at,
+       f.available_at AS next_attempt_at,
        CASE WHEN b.sending THEN l.locked_by END AS locked_by,
        CASE WHEN b.sending THEN l.locked_until END AS locked_until,
        coalesce(f.last_error, o.last_error) AS last_error,
@@ -176,7 +176,7 @@ def _queue(
 ) -> tuple[str, ...]:
     # Which rows are on their way stands in the lane's row, so that they are written once, when they are sent.
     sending = f"""(
-           coalesce(f.status, o.status) IN ('PENDING', 'RETRYING', 'PARKED')
+           o.status IN ('PENDING', 'RETRYING', 'PARKED')
            AND o.id BETWEEN l.announced_low AND l.announced_high AND {announced}
        )"""
     return (
@@ -186,9 +186,9 @@ SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name 
        o.shard, {key} AS {quote}key{quote}, {tenant} AS tenant_id,
        {_headers(header, "aggregate_type", "aggregate_id", "version")},
        o.schema_version,
-       CASE WHEN {sending} THEN 'SENDING' ELSE coalesce(f.status, o.status) END AS status,
+       CASE WHEN {sending} THEN 'SENDING' ELSE o.status END AS status,
        coalesce(f.attempts, o.attempts) AS attempts,
-       coalesce(f.available_at, o.available_at) AS next_attempt_at,
+       f.available_at AS next_attempt_at,
        CASE WHEN {sending} THEN l.locked_by END AS locked_by,
        CASE WHEN {sending} THEN l.locked_until END AS locked_until,
        coalesce(f.last_error, o.last_error) AS last_error,

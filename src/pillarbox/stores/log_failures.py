@@ -1,0 +1,216 @@
+"""The failure book beside a log: what is asked of it on PostgreSQL, and which rows a lane's cursors have passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import text
+
+from ..outbox import Lane
+from .announced import contents_of, detour_of, position
+from .failures import Book, Failures, Known, Written
+from .look_sql import FRESH, ROW, sized
+
+DUE = """f.status = 'RETRYING' AND f.available_at <= (SELECT clock_timestamp())"""
+_FAILURE = "f.route = :route AND f.shard = :shard"
+_PARKS = "CAST(:parks AS boolean)"
+_WAITING = "f.status IN ('RETRYING', 'PARKED', 'FAILED')"
+_NOT_SENDING = "f.row_id <> ALL (CAST(:sending AS bigint[]))"
+
+
+def _blocks(rows: str, tenant: str, parks: str = _PARKS) -> str:
+    """Whether a row is this tenant's, and later ones of its key must not overtake it.
+
+    The planner takes two equal tenants for a rarity, and would sort all rows of a key to find its first one. Of a CASE
+    it thinks nothing, and reads them as they stand in the index.
+    """
+    same = f"{rows}.tenant IS NOT DISTINCT FROM {tenant}"
+    return f"CASE WHEN {same} THEN {rows}.status <> 'FAILED' OR {parks} ELSE false END"
+
+
+def first_of_its_key(parks: str = _PARKS) -> str:
+    return f"""f.row_id = (
+        SELECT b.row_id FROM pillarbox_failures b
+        WHERE b.key = f.key AND b.route = f.route AND b.shard = f.shard AND b.status IN ('RETRYING', 'PARKED', 'FAILED')
+          AND {_blocks("b", "f.tenant", parks)}
+        ORDER BY b.row_id LIMIT 1)"""  # noqa: S608  constants
+
+
+def _delivery_of(failures: str) -> str:
+    """Failures with what their rows hold, or what a person has put in its place."""
+    return f"""
+        SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
+               CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
+               f.attempts, f.status, o.schema_version
+        FROM ({failures}) f CROSS JOIN LATERAL (
+            SELECT o.* FROM pillarbox_outbox o WHERE {FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
+        ) o"""  # noqa: S608  constants
+
+
+_HEADS = text(
+    sized(
+        _delivery_of(
+            f"""
+            SELECT f.* FROM pillarbox_failures f
+            WHERE {_FAILURE} AND {DUE} AND {_NOT_SENDING}
+              AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[]))) AND {first_of_its_key()}
+            ORDER BY f.available_at LIMIT :limit"""  # noqa: S608  constants
+        ),
+        f"{ROW}, attempts, status",
+    )
+)
+"""Rows that are due and the first of their key."""
+
+_FOLLOWERS = text(
+    sized(
+        _delivery_of(
+            f"""
+            SELECT f.row_id, f.event_id, f.headers, f.body, f.attempts,
+                   CASE WHEN f.status = 'PARKED' OR ({DUE}) THEN 'due' ELSE f.status END AS status
+            FROM pillarbox_failures f
+            WHERE {_FAILURE} AND f.key = :key AND f.row_id > :after AND {_WAITING} AND {_NOT_SENDING}
+              AND {_blocks("f", "CAST(:tenant AS text)")}
+            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
+        ),
+        f"{ROW}, attempts, status",
+    )
+)
+"""The waiting rows of a key behind a row of it, with 'due' if they may follow."""
+
+REDONE = text(
+    f"SELECT {ROW}, attempts, schema_version FROM ("  # noqa: S608  constants
+    + _delivery_of(
+        f"SELECT f.* FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"  # noqa: S608
+    )
+    + ") d"
+)
+"""Failed rows, by their ids."""
+
+_KNOWN = text(
+    f"""
+    SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
+    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
+        SELECT o.id, o.xid, o.tenant, o.key FROM pillarbox_outbox o
+        WHERE {FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
+    ) o
+    """  # noqa: S608  constants
+)
+"""Where rows stand, and their keys."""
+
+_FAILED = text(
+    f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.key FROM pillarbox_failures f "  # noqa: S608
+    f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"
+)
+
+_COLUMNS = ("row_id", "tenant", "key", "status", "attempts", "available_in", "last_error")
+_WRITE = text(
+    """
+    INSERT INTO pillarbox_failures AS f
+        (route, shard, row_id, tenant, key, status, attempts, available_at, last_error)
+    SELECT :route, :shard, v.row_id, v.tenant, v.key, v.status, v.attempts,
+           clock_timestamp() + make_interval(secs => v.available_in), v.last_error
+    FROM unnest(CAST(:row_id AS bigint[]), CAST(:tenant AS text[]), CAST(:key AS text[]), CAST(:status AS text[]),
+                CAST(:attempts AS integer[]), CAST(:available_in AS double precision[]), CAST(:last_error AS text[]))
+        AS v(row_id, tenant, key, status, attempts, available_in, last_error)
+    ON CONFLICT (route, shard, row_id) DO UPDATE
+    SET status = excluded.status, attempts = excluded.attempts, available_at = excluded.available_at,
+        last_error = coalesce(excluded.last_error, f.last_error)
+    """
+)
+
+_FIRSTS = text(
+    f"""
+    SELECT k.tenant, k.key, first.row_id, first.status
+    FROM unnest(CAST(:tenants AS text[]), CAST(:keys AS text[])) AS k(tenant, key) LEFT JOIN LATERAL (
+        SELECT f.row_id, f.status FROM pillarbox_failures f
+        WHERE f.key = k.key AND {_FAILURE} AND {_WAITING} AND {_blocks("f", "k.tenant")}
+        ORDER BY f.row_id LIMIT 1
+    ) first ON true
+    """  # noqa: S608  constants
+)
+"""For keys: the first row that later ones must not overtake."""
+
+_PROMOTE = text(
+    f"""
+    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp()
+    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status = 'PARKED'
+    """  # noqa: S608  constants
+)
+
+_DONE = (
+    # An edit is kept as long as its row: it is what was sent.
+    text(
+        f"UPDATE pillarbox_failures f SET status = 'SENT', available_at = NULL "  # noqa: S608
+        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NOT NULL"
+    ),
+    text(
+        f"DELETE FROM pillarbox_failures f "  # noqa: S608
+        f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
+    ),
+)
+"""Failed rows that are at the destination."""
+
+_REDRIVE = text(
+    f"""
+    UPDATE pillarbox_failures f SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0
+    WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.status IN ('RETRYING', 'FAILED')
+    """  # noqa: S608  constants
+)
+_EDIT = text(
+    f"""
+    UPDATE pillarbox_failures f
+    SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0,
+        event_id = CAST(:event_id AS uuid), body = :body, headers = CAST(:headers AS json)
+    WHERE {_FAILURE} AND f.row_id = :row_id AND f.status IN ('RETRYING', 'FAILED')
+    """  # noqa: S608  constants
+)
+_TAKEN = text(
+    """
+    SELECT 1 FROM pillarbox_outbox
+    WHERE event_id = CAST(:event_id AS uuid) AND route = :route AND schema_version = :schema_version
+    UNION ALL
+    SELECT 1 FROM pillarbox_failures WHERE event_id = CAST(:event_id AS uuid) AND route = :route
+    """
+)
+
+
+class LogFailures(Failures):
+    """The failed rows of a lane that is a log. Their rows in the outbox are never touched."""
+
+    def statements(self) -> Book:
+        return _BOOK
+
+    def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
+        return dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+
+    def redone(self) -> Sequence[int]:
+        contents = contents_of(self.lane)
+        return () if contents is None else contents.redo
+
+    def settled(self) -> Sequence[int]:
+        contents = contents_of(self.lane)
+        return () if contents is None else [row for row in contents.redo if row not in contents.out]
+
+    def is_sending(self, row: Known, lane: Lane) -> bool:
+        contents = contents_of(lane)
+        return contents is not None and contents.holds(row.ahead, lane)
+
+    def is_passed(self, row: Known, lane: Lane) -> bool:
+        return position(lane, detour_of(lane, row.key.tenant)).covers(row.at)
+
+
+_BOOK = Book(
+    known=_KNOWN,
+    failed=_FAILED,
+    heads=_HEADS,
+    followers=_FOLLOWERS,
+    redone=REDONE,
+    taken=_TAKEN,
+    firsts=_FIRSTS,
+    write=_WRITE,
+    promote=_PROMOTE,
+    done=_DONE,
+    redrive=_REDRIVE,
+    edit=_EDIT,
+)

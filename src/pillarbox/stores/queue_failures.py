@@ -1,0 +1,194 @@
+"""The failure book beside a queue: what is asked of it on MariaDB, MySQL and SQLite.
+
+A queue finds its rows by their status in the outbox, so that follows the book: a row that the book does not know is
+PENDING, or has come to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+from sqlalchemy import BigInteger, TextClause, Uuid, bindparam, text
+
+from ..outbox import Lane
+from .failures import Book, Failures, Known, Written
+from .queue_sql import WORDS, Words, with_ids
+from .tables import failures, outbox
+
+
+class QueueFailures(Failures):
+    """The failed rows of a lane that is a queue."""
+
+    def statements(self) -> Book:
+        return _book(WORDS[self.connection.dialect.name])
+
+    def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
+        written = [(it.row, it.status, it.attempts, it.available_in, it.last_error) for it in rows]
+        return {"rows": msgspec.json.encode(written).decode()}
+
+    def redone(self) -> Sequence[int]:
+        return sending(self.lane)
+
+    def settled(self) -> Sequence[int]:
+        return sending(self.lane) if self.lane.waiting else ()
+
+    def is_sending(self, row: Known, lane: Lane) -> bool:
+        return row.at.id in sending(lane)
+
+    def is_passed(self, row: Known, lane: Lane) -> bool:  # noqa: ARG002  the port has them
+        return False  # `Book.known` finds only what is PENDING, or in the book
+
+    def changed(self, rows: Collection[int]) -> None:
+        self._do(_follow(WORDS[self.connection.dialect.name]), ids=[*rows])
+
+
+def sending(lane: Lane) -> list[int]:
+    """The rows that are on their way."""
+    return [] if lane.announced is None else [row for row in lane.announced.items if row]
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+_LANE = "f.route = :route AND f.shard = :shard"
+_WAITING = "IN ('RETRYING', 'PARKED', 'FAILED')"
+_ROW = """
+    o.id, coalesce(f.event_id, o.event_id), o.topic, o.`key`, o.tenant, coalesce(f.headers, o.headers),
+    coalesce(f.body, o.body), coalesce(f.attempts, 0)"""
+ITEMS = with_ids(
+    f"""
+    SELECT {_ROW}, o.schema_version FROM pillarbox_outbox o
+    LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+    WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')
+      AND o.id IN :ids
+    """  # noqa: S608  constants
+)
+"""Rows that are not at their end, as they are to be sent, with their schema versions."""
+
+
+def _is_due(words: Words) -> str:
+    return f"f.status = 'RETRYING' AND f.available_at <= {words.now}"
+
+
+def _blocks(words: Words, rows: str, tenant: str, parks: str = ":parks") -> str:
+    """Whether a row is this tenant's, and later ones of its key must not overtake it."""
+    return f"{rows}.tenant {words.same} {tenant} AND ({rows}.status <> 'FAILED' OR {parks})"
+
+
+def _first(words: Words, what: str, of: str, parks: str = ":parks") -> str:
+    """What the book says of the first row of a key that later ones must not overtake."""
+    return f"""(
+        SELECT b.{what} FROM pillarbox_failures b {words.by_key}
+        WHERE b.`key` = {of}.`key` AND b.route = {of}.route AND b.shard = {of}.shard AND b.status {_WAITING}
+          AND {_blocks(words, "b", f"{of}.tenant", parks)}
+        ORDER BY b.row_id LIMIT 1)"""  # noqa: S608  constants
+
+
+def _page(words: Words, found: str, status: str) -> str:
+    """Rows up to the one with which the bytes are reached; sizes first, as a database copies what it adds up."""
+    return f"""
+        SELECT {_ROW}, {status} FROM (
+            SELECT sized.row_id, sized.size, sum(sized.size) OVER (ORDER BY sized.row_id) AS total FROM (
+                SELECT f.row_id, length(coalesce(f.body, o.body)) AS size FROM {found} LIMIT :limit
+            ) sized
+        ) page {words.join} pillarbox_failures f ON {_LANE} AND f.row_id = page.row_id
+        {words.join} pillarbox_outbox o ON o.id = page.row_id
+        WHERE page.total - page.size < :max_bytes"""  # noqa: S608  constants
+
+
+@cache
+def _book(words: Words) -> Book:
+    rows = f"{words.join} pillarbox_outbox o ON o.id = f.row_id WHERE {_LANE} AND f.row_id NOT IN :sending"
+    heads = f"""pillarbox_failures f {words.by_time} {rows} AND {_is_due(words)}
+        AND (f.tenant IS NULL OR f.tenant NOT IN :paused) AND f.row_id = {_first(words, "row_id", "f")}
+        ORDER BY f.available_at"""
+    behind = f"""pillarbox_failures f {words.by_key} {rows} AND f.`key` = :key AND f.row_id > :after
+        AND f.status {_WAITING} AND {_blocks(words, "f", ":tenant")}
+        ORDER BY f.row_id"""
+    may_follow = f"CASE WHEN f.status = 'PARKED' OR ({_is_due(words)}) THEN 'due' ELSE f.status END"
+    on_their_way = bindparam("sending", expanding=True, type_=BigInteger)
+    key = bindparam("key", type_=outbox.c.key.type)
+    paused = bindparam("paused", expanding=True, type_=outbox.c.tenant.type)
+    tenant = bindparam("tenant", type_=outbox.c.tenant.type)
+    event, body = bindparam("event_id", type_=Uuid()), bindparam("body", type_=failures.c.body.type)
+    again = f"status = 'RETRYING', available_at = {words.now}"
+    book, named = f"pillarbox_failures {words.by_id}", "route = :route AND shard = :shard AND row_id IN :ids"
+    return Book(
+        known=with_ids(
+            "SELECT o.id, NULL, o.tenant, o.`key` FROM pillarbox_outbox o WHERE o.route = :route AND o.shard = :shard "
+            "AND o.id IN :ids AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')"
+        ),
+        failed=with_ids(
+            f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.`key` FROM pillarbox_failures f "  # noqa: S608
+            f"WHERE {_LANE} AND f.row_id IN :ids"
+        ),
+        heads=text(_page(words, heads, "f.status")).bindparams(on_their_way, paused),
+        followers=text(_page(words, behind, may_follow)).bindparams(on_their_way, key, tenant),
+        redone=ITEMS,
+        taken=text(
+            """
+            SELECT 1 FROM pillarbox_outbox
+            WHERE event_id = :event_id AND route = :route AND schema_version = :schema_version
+            UNION ALL
+            SELECT 1 FROM pillarbox_failures WHERE event_id = :event_id AND route = :route
+            """
+        ).bindparams(event),
+        firsts=with_ids(
+            f"SELECT t.tenant, t.`key`, {_first(words, 'row_id', 't')}, {_first(words, 'status', 't')} "  # noqa: S608
+            "FROM pillarbox_outbox t WHERE t.route = :route AND t.shard = :shard AND t.id IN :ids"
+        ),
+        write=text(words.write),
+        promote=with_ids(f"UPDATE {book} SET {again} WHERE {named} AND status = 'PARKED'"),  # noqa: S608  constants
+        done=(
+            # An edit is kept as long as its row: it is what was sent.
+            with_ids(
+                f"UPDATE {book} SET status = 'SENT', available_at = NULL WHERE {named} AND event_id IS NOT NULL"  # noqa: S608
+            ),
+            with_ids(f"DELETE FROM pillarbox_failures WHERE {named} AND event_id IS NULL"),  # noqa: S608  constants
+        ),
+        redrive=with_ids(
+            f"UPDATE {book} SET {again}, attempts = 0 WHERE {named} AND status IN ('RETRYING', 'FAILED')"  # noqa: S608
+        ),
+        edit=text(
+            f"UPDATE {book} SET {again}, attempts = 0, event_id = :event_id, body = :body, headers = :headers "  # noqa: S608
+            "WHERE route = :route AND shard = :shard AND row_id = :row_id AND status IN ('RETRYING', 'FAILED')"
+        ).bindparams(event, body),
+    )
+
+
+@cache
+def _follow(words: Words) -> TextClause:
+    """The outbox has the statuses that the book has."""
+    return with_ids(
+        f"""
+        UPDATE pillarbox_outbox {words.by_id} SET status = coalesce((
+            SELECT f.status FROM pillarbox_failures f WHERE {_LANE} AND f.row_id = pillarbox_outbox.id
+        ), status)
+        WHERE route = :route AND shard = :shard AND id IN :ids AND status <> 'SENT'
+        """  # noqa: S608  constants
+    )
+
+
+@cache
+def ready(words: Words, *, here: bool) -> TextClause:
+    """The lanes with something to do; ``here``: of those that one relay has."""
+    first = _first(words, "row_id", "f", "r.on_failure = 'park'")
+    held = f"AND l.locked_by = :relay AND l.locked_until > {words.now}" if here else ""
+    return with_ids(
+        f"""
+        SELECT l.route, l.shard FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
+        WHERE l.route IN :routes AND NOT l.paused {held} AND (
+            l.announced IS NOT NULL
+            OR (SELECT o.id FROM pillarbox_outbox o
+                WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+                ORDER BY o.id LIMIT 1) IS NOT NULL
+            OR (SELECT f.row_id FROM pillarbox_failures f {words.by_time}
+                WHERE f.route = l.route AND f.shard = l.shard AND {_is_due(words)} AND f.row_id = {first}
+                ORDER BY f.available_at LIMIT 1) IS NOT NULL
+            OR EXISTS (SELECT 1 FROM pillarbox_requests q WHERE q.route = l.route AND q.shard = l.shard)
+        )
+        """,  # noqa: S608  constants
+        "routes",
+    )

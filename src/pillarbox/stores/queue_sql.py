@@ -1,0 +1,132 @@
+"""What the queue store tells MariaDB, MySQL and SQLite. What it says of failures is in `stores.queue_failures`.
+
+A status is written as a constant, so that the planner knows that a partial index holds all that is asked for, and a
+subquery that looks for one row orders and limits, so that it is a probe of an index and never a join, whatever the
+statistics say. SQLite knows the quotes of MySQL, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sqlalchemy import BindParameter, TextClause, bindparam, text
+
+from .tables import outbox
+
+_FRESH = "o.route = :route AND o.shard = :shard AND o.status = 'PENDING' AND o.status <> 'SENT'"
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a database says what others say in another way."""
+
+    now: str
+    same: str
+    """Whether two values are equal, or both missing."""
+    send: str
+    """Rows of the outbox get their numbers, by pairs of both."""
+    write: str
+    """Into the failure book, of rows of the outbox."""
+    join: str = "JOIN"
+    """Of tables in the order in which they are written down."""
+    by_id: str = ""
+    by_key: str = ""
+    by_time: str = ""
+    """To lead a statement to an index, whatever the statistics say. InnoDB locks all rows that it looks at, and waits
+    for those that business transactions have just written: it must look at no others than it changes."""
+
+
+_MYSQL = Words(
+    now="UTC_TIMESTAMP(6)",
+    same="<=>",
+    send="""
+        UPDATE JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$[0]', number BIGINT PATH '$[1]')) t
+        STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
+        SET o.status = 'SENT', o.sent_at = UTC_TIMESTAMP(6), o.batch = :batch, o.number = t.number
+        WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')""",
+    write="""
+        INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
+        SELECT o.route, o.shard, o.id, o.tenant, o.`key`, v.status, v.attempts,
+               UTC_TIMESTAMP(6) + INTERVAL v.later * 1000000 MICROSECOND, v.last_error
+        FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
+            row_id BIGINT PATH '$[0]', status VARCHAR(10) PATH '$[1]', attempts INT PATH '$[2]',
+            later DOUBLE PATH '$[3]', last_error LONGTEXT PATH '$[4]'
+        )) v STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = v.row_id
+        ON DUPLICATE KEY UPDATE status = VALUES(status), attempts = VALUES(attempts),
+            available_at = VALUES(available_at),
+            last_error = coalesce(VALUES(last_error), pillarbox_failures.last_error)""",
+    join="STRAIGHT_JOIN",
+    by_id="FORCE INDEX (PRIMARY)",
+    by_key="FORCE INDEX (ix_pillarbox_failures_key)",
+    by_time="FORCE INDEX (ix_pillarbox_failures_due)",
+)
+_SQLITE = Words(
+    now="strftime('%Y-%m-%d %H:%M:%f', 'now')",
+    same="IS",
+    send="""
+        UPDATE pillarbox_outbox
+        SET status = 'SENT', sent_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), batch = :batch,
+            number = json_extract(t.value, '$[1]')
+        FROM json_each(:pairs) AS t
+        WHERE pillarbox_outbox.id = json_extract(t.value, '$[0]')
+          AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')""",
+    write="""
+        INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
+        SELECT o.route, o.shard, o.id, o.tenant, o.`key`, json_extract(v.value, '$[1]'), json_extract(v.value, '$[2]'),
+               strftime('%Y-%m-%d %H:%M:%f', 'now', json_extract(v.value, '$[3]') || ' seconds'),
+               json_extract(v.value, '$[4]')
+        FROM json_each(:rows) v CROSS JOIN pillarbox_outbox o ON o.id = json_extract(v.value, '$[0]')
+        WHERE true
+        ON CONFLICT (route, shard, row_id) DO UPDATE SET status = excluded.status, attempts = excluded.attempts,
+            available_at = excluded.available_at, last_error = coalesce(excluded.last_error, last_error)""",
+    join="CROSS JOIN",
+)
+WORDS = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
+
+
+def with_ids(statement: str, *lists: str) -> TextClause:
+    """A statement with lists of ids among its parameters."""
+    return text(statement).bindparams(*(bindparam(name, expanding=True) for name in lists or ("ids",)))
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fresh(*, sending: bool, paused: bool) -> TextClause:
+    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1. With or
+    without rows that are on their way and paused tenants.
+    """
+    not_sending = "AND {} NOT IN :sending" if sending else ""
+    not_paused = "AND (o.tenant IS NULL OR o.tenant NOT IN :paused)" if paused else ""
+    lists: list[BindParameter[Any]] = []
+    if sending:
+        lists.append(bindparam("sending", expanding=True))
+    if paused:
+        lists.append(bindparam("paused", expanding=True, type_=outbox.c.tenant.type))
+    return text(f"""
+        SELECT o.id, o.event_id, o.topic, o.`key`, o.tenant, o.headers, o.body, 0 AS attempts, 0 AS is_request FROM (
+            SELECT sized.id, sized.size, sum(sized.size) OVER (ORDER BY sized.id) AS total FROM (
+                SELECT o.id, length(o.body) AS size FROM pillarbox_outbox o
+                WHERE {_FRESH} {not_sending.format("o.id")} {not_paused}
+                ORDER BY o.id LIMIT :limit
+            ) sized
+        ) page JOIN pillarbox_outbox o ON o.id = page.id
+        WHERE page.total - page.size < :max_bytes
+        UNION ALL
+        SELECT asked.id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1 FROM (
+            SELECT q.id FROM pillarbox_requests q
+            WHERE q.route = :route AND q.shard = :shard {not_sending.format("q.row_id")} ORDER BY q.id LIMIT :limit
+        ) asked
+    """).bindparams(*lists)  # noqa: S608  constants
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sent(words: Words) -> TextClause:
+    """The batch is at the destination."""
+    return text(words.send)
