@@ -11,7 +11,7 @@ from uuid import UUID
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import Connection, event, func, select, text
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_cursor
 from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -316,6 +316,57 @@ async def test_h123_a_run_of_requests_goes_through_all_deliveries_once(fresh_dat
                 run = await connection.run_sync(operations.request, selection, Author("anna", "a flood"), run, 10)
     assert (run.requested, len(statements)) == (30, 1)
     await store._engine.dispose()
+
+
+async def test_h124_failing_rows_are_written_without_a_look_at_those_that_wait(fresh_database: FreshDatabase) -> None:
+    """The lane's row is locked meanwhile: a transaction that grows with what waits outlives the lease."""
+    engine = create_async_engine(fresh_database("mariadb").url())
+    store = QueueStore(engine)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+        await connection.run_sync(store.register, [ROUTE])
+    [lane] = await store.take("r", lease=30, wanted={ROUTE.id: 1})
+    looked: list[int] = []
+    for waiting in (0, 3_000):
+        async with engine.begin() as connection:
+            await connection.run_sync(store.append, [delivery(f"w{index}") for index in range(waiting)])
+            if waiting:
+                await connection.run_sync(put, outbox.c.status == Status.PENDING, status=Status.PARKED)
+            await connection.run_sync(store.append, [delivery(f"k{waiting}-{index}") for index in range(50)])
+        rows = [row.id for row in (await store.poll(lane, limit=100)).fresh]
+        assert len(rows) == 50
+        with _rows_looked_at(engine) as counted:
+            lane = await store.announce(lane, Batch(rows), settle=lane.announced is not None)
+            lane = await store.amend(lane, [Failure(row, 1, "no", 600.0) for row in rows])
+            lane = await store.settle(lane)
+        looked.append(sum(counted))
+    few, many = looked
+    assert 50 <= many <= 1.5 * few
+    await engine.dispose()
+
+
+@contextmanager
+def _rows_looked_at(engine: AsyncEngine) -> Iterator[list[int]]:
+    """How many rows MariaDB reads in each transaction."""
+    counted: list[int] = []
+
+    def so_far(connection: Connection) -> int:
+        rows = connection.execute(text("SHOW SESSION STATUS LIKE 'Handler_read%'"))
+        return sum(int(value) for _, value in rows)
+
+    def begins(connection: Connection) -> None:
+        counted.append(-so_far(connection))
+
+    def ends(connection: Connection) -> None:
+        counted[-1] += so_far(connection)
+
+    event.listen(engine.sync_engine, "begin", begins)
+    event.listen(engine.sync_engine, "commit", ends)
+    try:
+        yield counted
+    finally:
+        event.remove(engine.sync_engine, "begin", begins)
+        event.remove(engine.sync_engine, "commit", ends)
 
 
 _MANY = (
