@@ -42,7 +42,7 @@ class Capabilities:
     max_messages: int = 1_000
     """The most messages in one request."""
 
-    timeout: float | None = 30.0
+    timeout: float | None = 10.0
     """Seconds after which a request without an answer is given up; None: it may take as long as the lease lasts."""
 
     numbered: bool = False

@@ -40,7 +40,7 @@ class Measured(IntegrationEvent, name="poison.thing.measured"):
 class Destination:
     """Stores what it is sent, at least once, but nothing that is poisoned: that it rejects, or its bug shows."""
 
-    capabilities = Capabilities(max_messages=500)
+    capabilities = Capabilities(max_messages=500, timeout=2.0)
 
     def __init__(self, topic: str, bug: Bug | None = None) -> None:
         self.topic = topic

@@ -56,7 +56,7 @@ class ConsumerDestination:
     """A `Publisher` that deals with what it is sent."""
 
     def __init__(self, deals: Deals, batch: int) -> None:
-        self.capabilities = Capabilities(max_messages=max(batch, AT_ONCE))
+        self.capabilities = Capabilities(max_messages=max(batch, AT_ONCE), timeout=None)  # `Consumer` has a timeout
         self._deals = deals
         self._batch = batch
         self._working: dict[int, Sequence[Work]] = {}

@@ -61,6 +61,8 @@ RECOUNT = 60.0
 """Seconds after which we look again how many partitions a topic has, and at the settings of a namespace."""
 FORGETS_AFTER = 6 * 3600.0
 """What a broker does by default with the numbers of a producer: brokerDeduplicationProducerInactivityTimeoutMinutes."""
+SLOWEST = 30.0
+"""Seconds that a request may take: a producer reconnects by itself meanwhile."""
 IDLE = 300.0
 """Seconds after which a producer that nobody asks for is closed, when others are opened."""
 
@@ -155,6 +157,7 @@ class PulsarTransport:
         self._capabilities = Capabilities(
             max_body_bytes=_body_limit(max_message_bytes),
             max_header_bytes=MAX_HEADERS,
+            timeout=SLOWEST,
             numbered=numbered,
             grouped=cut is Cut.BY_KEY,
             opens=True,
