@@ -73,7 +73,7 @@ async def world(
     if is_new:
         migrated[kind] = servers.create_database(kind)
     engine = create_async_engine(migrated[kind].url(driver))
-    sqlite.put_right(engine.sync_engine)
+    sqlite.configure_transactions(engine.sync_engine)
     if is_new:
         async with engine.begin() as connection:
             await connection.run_sync(migrate)

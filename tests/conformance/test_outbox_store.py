@@ -206,7 +206,7 @@ class DatabaseStoreContract(OutboxStoreContract):
         if is_new:
             migrated[database_kind] = servers.create_database(database_kind)
         engine = create_async_engine(migrated[database_kind].url())
-        sqlite.put_right(engine.sync_engine)
+        sqlite.configure_transactions(engine.sync_engine)
         if is_new:
             async with engine.begin() as connection:
                 await connection.run_sync(migrate)

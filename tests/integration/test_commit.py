@@ -396,7 +396,7 @@ class TestRelays:
 
         return given
 
-    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    @pytest.mark.parametrize("run", ["transaction", "change_apart"])
     async def test_a_transaction_that_postgresql_has_given_up_does_not_commit(
         self, postgres_database: Database, given: Callable[[str], AsyncEngine | str], run: str
     ) -> None:
@@ -412,7 +412,7 @@ class TestRelays:
                 await getattr(store, run)(fail_quietly)
             await getattr(store, run)(lambda connection: connection.execute(text("CREATE TABLE made (id integer)")))
 
-    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    @pytest.mark.parametrize("run", ["transaction", "change_apart"])
     @pytest.mark.parametrize(("kind", "driver"), ASYNC_DRIVERS)
     async def test_h10_a_lost_answer_is_known_and_its_connection_is_thrown_away(
         self, fresh_database: FreshDatabase, kind: str, driver: str, run: str
@@ -433,7 +433,7 @@ class TestRelays:
                 proxy.mode = "pass"
                 assert await getattr(store, run)(lambda connection: connection.scalar(select(1))) == 1
 
-    @pytest.mark.parametrize("run", ["all_or_nothing", "change_apart"])
+    @pytest.mark.parametrize("run", ["transaction", "change_apart"])
     async def test_h11_a_cancellation_during_commit_arrives_after_it(
         self, postgres_database: Database, given: Callable[[str], AsyncEngine | str], run: str
     ) -> None:

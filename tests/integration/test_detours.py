@@ -236,11 +236,11 @@ async def test_a_look_goes_through_so_many_rows_at_a_time(here: Outbox, monkeypa
     looks = 0
     while not (page := await here.store.poll(lane, limit=10)).fresh:
         assert page.passed
-        assert page.in_a_crowd
+        assert page.scan_exhausted
         lane = await here.store.announce(lane, Batch(cursor=page.cursor), settle=False)
         looks += 1
     assert looks == 2
-    assert not page.in_a_crowd
+    assert not page.scan_exhausted
     assert [row.body for row in page.fresh] == [b"b1"]
 
 

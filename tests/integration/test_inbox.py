@@ -38,7 +38,7 @@ pytestmark = pytest.mark.dialects
 @pytest.fixture
 async def engine(database: Database) -> AsyncIterator[AsyncEngine]:
     engine = create_async_engine(database.url())
-    sqlite.put_right(engine.sync_engine)
+    sqlite.configure_transactions(engine.sync_engine)
     await call(engine, migrate)
     yield engine
     await engine.dispose()
@@ -149,7 +149,7 @@ class TestAdmission:
     )
     def test_drivers_without_asyncio_can_do_it_too(self, fresh_database: FreshDatabase, kind: str, driver: str) -> None:
         engine = create_engine(fresh_database(kind).url(driver))
-        sqlite.put_right(engine)
+        sqlite.configure_transactions(engine)
         with engine.begin() as connection:
             migrate(connection)
             known, new = arrivals(3), arrivals(2)

@@ -39,7 +39,7 @@ class Rung(IntegrationEvent, name="leases.bell.rung"):
 
 async def test_h30_a_lease_counts_from_the_moment_it_is_taken_however_old_the_transaction(database: Database) -> None:
     engine = create_async_engine(database.url())
-    sqlite.put_right(engine.sync_engine)
+    sqlite.configure_transactions(engine.sync_engine)
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
         await connection.run_sync(store_on(engine).register, [ROUTE])
@@ -54,7 +54,7 @@ async def test_h30_a_lease_counts_from_the_moment_it_is_taken_however_old_the_tr
 
 
 class Busy(LogFailures):
-    def free_parked(self) -> None:
+    def unpark_skipped(self) -> None:
         raise StoreError("the database is busy")
 
 

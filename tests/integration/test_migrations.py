@@ -96,9 +96,9 @@ class TestMigrate:
 
     async def test_processes_that_migrate_at_once_take_turns(self, engine: AsyncEngine) -> None:
         if engine.dialect.name == "sqlite":
-            from pillarbox.stores.sqlite import put_right
+            from pillarbox.stores.sqlite import configure_transactions
 
-            put_right(engine.sync_engine)
+            configure_transactions(engine.sync_engine)
         assert sorted(await asyncio.gather(*(_migrate(engine) for _ in range(4)))) == [0, 0, 0, len(STEPS)]
 
     async def test_a_database_that_lacks_a_step_says_what_to_do(self, engine: AsyncEngine) -> None:

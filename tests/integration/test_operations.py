@@ -63,7 +63,7 @@ class Yard:
         self.rows: list[Summary] = []
 
     async def open(self) -> None:
-        sqlite.put_right(self.engine.sync_engine)
+        sqlite.configure_transactions(self.engine.sync_engine)
         await self.box.migrate()
         for key in self.KEYS:
             async with self.box.unit_of_work(tenant="acme") as uow:
@@ -472,6 +472,16 @@ class TestWhy:
             await connection.execute(update(routes).values(on_failure=FailurePolicy.SKIP))
         await yard.put(second, status=Status.PENDING)
         assert (await yard.why(second)).cause == "backlog"
+
+    async def test_it_is_behind_one_that_was_edited_and_failed_again(self, yard: Yard) -> None:
+        first, second, *_ = yard.rows
+        await yard.held()
+        new = uuid4()
+        await yard.put(first, status=Status.RETRYING, attempts=1, last_error="too long", event_id=new)
+        await yard.put(second, status=Status.PARKED)
+        answer = await yard.why(second)
+        assert answer.cause == "parked"
+        assert f"behind event {new} of the same key" in answer.detail
 
     async def test_somebody_asked_for_something(self, yard: Yard) -> None:
         first, second, *_ = yard.rows

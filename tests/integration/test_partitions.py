@@ -319,7 +319,7 @@ class TestInTheWay:
 
     async def test_only_postgresql_has_partitions(self, sqlite_database: Database) -> None:
         engine = create_async_engine(sqlite_database.url())
-        sqlite.put_right(engine.sync_engine)
+        sqlite.configure_transactions(engine.sync_engine)
         async with engine.begin() as connection:
             await connection.run_sync(migrate)
             with pytest.raises(StoreError, match="only PostgreSQL has"):

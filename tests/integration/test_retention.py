@@ -141,7 +141,7 @@ async def depot(database: Database) -> AsyncIterator[Depot]:
     extra: dict[str, Any] = {"connect_args": {"timeout": 30}} if database.kind == "sqlite" else {}
     engine = create_async_engine(url, **extra)
     depot = Depot(engine)
-    sqlite.put_right(engine.sync_engine)
+    sqlite.configure_transactions(engine.sync_engine)
     async with depot.box:
         await depot.box.migrate()
         yield depot

@@ -32,7 +32,7 @@ async def engine(request: pytest.FixtureRequest, fresh_database: FreshDatabase) 
 async def test_an_error_is_one_of_sqlalchemy_and_costs_the_connection(engine: AsyncEngine) -> None:
     before = await _backend(engine)
     with pytest.raises(ProgrammingError, match="nowhere"):
-        await LogStore(engine).each_alone(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
+        await LogStore(engine).autocommit(DirectStatement(text("SELECT * FROM nowhere")).fetch, {})
     assert await _backend(engine) != before
 
 
@@ -42,15 +42,15 @@ async def test_a_changed_table_is_an_error_once_at_most(engine: AsyncEngine) -> 
     async with engine.begin() as connection:
         await connection.execute(text("CREATE TABLE shifting AS SELECT 1 AS it"))
     for _ in range(8):  # psycopg prepares what it has seen often
-        await store.each_alone(look.fetch, {})
+        await store.autocommit(look.fetch, {})
     other = create_async_engine(engine.url)
     async with other.begin() as connection:
         await connection.execute(text("ALTER TABLE shifting ALTER it TYPE text"))
     await other.dispose()
     if engine.driver == "psycopg":
         with pytest.raises(DBAPIError, match="cached"):
-            await store.each_alone(look.fetch, {})
-    assert [[*row] for row in await store.each_alone(look.fetch, {})] == [["1"]]
+            await store.autocommit(look.fetch, {})
+    assert [[*row] for row in await store.autocommit(look.fetch, {})] == [["1"]]
 
 
 async def test_nothing_is_written_into_a_transaction_that_its_owner_has_given_up(engine: AsyncEngine) -> None:
@@ -104,8 +104,8 @@ async def test_a_lost_connection_is_replaced(engine: AsyncEngine) -> None:
     store = LogStore(engine)
     die = DirectStatement(text("SELECT pg_terminate_backend(pg_backend_pid())"))
     with pytest.raises(DBAPIError):
-        await store.each_alone(die.fetch, {})
-    [(answer,)] = await store.each_alone(DirectStatement(text("SELECT CAST(:it AS int)")).fetch, {"it": 7})
+        await store.autocommit(die.fetch, {})
+    [(answer,)] = await store.autocommit(DirectStatement(text("SELECT CAST(:it AS int)")).fetch, {"it": 7})
     assert answer == 7
 
 
@@ -167,9 +167,9 @@ async def test_transactions_do_not_wait_for_connections_that_others_are_to_get(
     store = LogStore(engine)
     store.keep()
     slow = DirectStatement(text("SELECT pg_sleep(0.2)"))
-    working = [asyncio.ensure_future(store.each_alone(slow.fetch, {})) for _ in range(turns.AT_A_TIME)]
+    working = [asyncio.ensure_future(store.autocommit(slow.fetch, {})) for _ in range(turns.AT_A_TIME)]
     await asyncio.sleep(0)
-    working += [asyncio.ensure_future(store.all_or_nothing(PID.fetch, {})) for _ in range(turns.AT_A_TIME)]
+    working += [asyncio.ensure_future(store.transaction(PID.fetch, {})) for _ in range(turns.AT_A_TIME)]
     await asyncio.sleep(0)
     working += [asyncio.ensure_future(store.fetch(PID, {})) for _ in range(turns.AT_A_TIME)]
     assert len(await asyncio.gather(*working)) == len(working)
@@ -220,7 +220,7 @@ async def test_a_relaxed_announcement_waits_for_no_disk_and_everything_after_it_
             page = await store.poll(announced, limit=1)
             batch = Batch(items=[row.id for row in page.fresh], cursor=page.cursor, relaxed=True)
             announced = await store.announce(announced, batch, settle=settles)
-        level = await store.each_alone(DirectStatement(text("SHOW synchronous_commit")).fetch, {})
+        level = await store.autocommit(DirectStatement(text("SHOW synchronous_commit")).fetch, {})
         assert [*level[0]] == ["on"]
         with pytest.raises(TimeoutError):
             await store.settle(announced)

@@ -1,7 +1,7 @@
 """The outbox in memory: the same promises without a database, for unit tests and the simulator.
 
-It keeps the rules of the queue store (`stores.queue`): a status per row, and among the waiting rows of a key the first
-one decides. Nothing here depends on the order of a set or on the time of day, so a run can be repeated; and a copy
+It keeps the rules of the failure book (`stores.failures`) with a status per row: among the waiting rows of a key the
+first one decides. Nothing here depends on the order of a set or on the time of day, so a run can be repeated. A copy
 (`copy.deepcopy`) is the store as it was, for those who want to go back to it.
 """
 
@@ -378,7 +378,7 @@ class MemoryStore:
     # -- whose lane it is ----------------------------------------------------------------------------------------------
 
     def _is_free(self, lane: _LaneRow, now: float) -> bool:
-        return not lane.paused and lane.locked_until < now
+        return not lane.paused and lane.locked_until <= now
 
     def _owns(self, lane: Lane) -> bool:
         kept = self._lanes[lane.name]

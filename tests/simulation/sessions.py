@@ -67,9 +67,9 @@ class _Outbox:
         self._router = router
         self._appender = Appender()
 
-    def put_right(self, engine: Engine) -> None:
+    def configure_transactions(self, engine: Engine) -> None:
         guard_commits(engine)
-        sqlite.put_right(engine)
+        sqlite.configure_transactions(engine)
 
     def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
         return self._router.deliveries(raised, origin, tenant)
@@ -172,7 +172,7 @@ _STEPS = (*["_raise"] * 4, "_publish", "_publish", "_flush", "_save", "_save", "
 @cache
 def _engine() -> Engine:
     engine = create_engine("sqlite://", poolclass=StaticPool)
-    sqlite.put_right(engine)
+    sqlite.configure_transactions(engine)
     with engine.begin() as connection:
         migrate(connection)
         _Base.metadata.create_all(connection)

@@ -57,8 +57,8 @@ class Crowded(MemoryLogStore):
         if detour is None and lane.detours and len(ahead) > 20:
             self.up_to = ahead[19]
         page = await super().poll(lane, detour=detour, **options)
-        in_a_crowd, self.up_to = self.up_to < math.inf and not page.fresh, math.inf
-        return replace(page, in_a_crowd=in_a_crowd)
+        scan_exhausted, self.up_to = self.up_to < math.inf and not page.fresh, math.inf
+        return replace(page, scan_exhausted=scan_exhausted)
 
     def _written(self, lane: LaneName) -> list[RowAt]:
         return [row for row in super()._written(lane) if row.id <= self.up_to]

@@ -282,7 +282,7 @@ class TestRetryPolicy:
         assert policy.delay(3, lambda: 0.5) == 20
         assert [policy.exhausted(attempt) for attempt in (4, 5)] == [False, True]
 
-    @pytest.mark.parametrize("options", [{"base": 0}, {"base": 2, "cap": 1}, {"attempts": 0}])
+    @pytest.mark.parametrize("options", [{"base": 0}, {"base": 2, "cap": 1}, {"cap": float("inf")}, {"attempts": 0}])
     def test_senseless_policies_are_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError):
             RetryPolicy(**options)

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, func, select
 
 from ..cursor import RowAt
 from ..errors import StoreError
@@ -30,7 +30,7 @@ WAITING = frozenset({Status.RETRYING, Status.PARKED, Status.FAILED})
 _KEYS_WITH_FOLLOWERS = 8
 """How many keys of a page bring the rows behind their first one: each costs a statement."""
 _KEYS_AT_ONCE = 10_000
-"""A statement has no room for any number of ids."""
+"""A statement takes only so many ids."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -51,22 +51,22 @@ class _Failed(msgspec.Struct, frozen=True):
     key: Key
 
 
-class Written(NamedTuple):
-    """What is written about a row. None for an error keeps the one that is there."""
+class Written(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is written about a row."""
 
     row: int
     tenant: str | None
     key: str
     status: Status
     attempts: int
-    available_in: float | None
-    last_error: str | None
+    available_in: float | None = None
+    """Seconds until its next attempt; None: it waits for another row, or for a person, or has come to its end."""
+    last_error: str | None = None
+    """None keeps the error that is there."""
 
 
 class Book(NamedTuple):
-    """What is asked of the book, and written into it, as one database understands it. All of it is about one lane, as
-    `place` names it.
-    """
+    """The statements about the book, in the SQL of one database. Each is about one lane, which `place` names."""
 
     known: Any
     """Of the rows ``ids``: where they stand, and their keys."""
@@ -89,6 +89,8 @@ class Book(NamedTuple):
     """The rows ``ids`` are at the destination."""
     redrive: Any
     edit: Any
+    forget: Any
+    """The requests ``ids`` are carried out."""
 
 
 class Failures:
@@ -130,16 +132,17 @@ class Failures:
         raise NotImplementedError
 
     def changed(self, rows: Collection[int]) -> None:
-        """The book says something else about these rows."""
+        """What the book says about these rows has changed."""
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def know(self, rows: Iterable[int]) -> Mapping[int, Known]:
         """Where rows of the lane stand; those that are not there are left out."""
-        if ids := sorted({*rows} - self._known.keys()):
+        wanted = {*rows}
+        if ids := sorted(wanted - self._known.keys()):
             for row, xid, tenant, key in self._ask(self._book.known, ids=ids):
                 self._known[row] = Known(RowAt(row, xid or 0), Key(text_of(tenant), text_of(key)))
-        return self._known
+        return {row: self._known[row] for row in wanted & self._known.keys()}
 
     def redo(self, limit: int, max_bytes: int, paused: Sequence[str]) -> list[Row]:
         """The rows that are due and first of their keys, filled up with those behind them."""
@@ -166,11 +169,11 @@ class Failures:
     ) -> None:
         """These rows, of the batch or failed before, are tried again later, or not at all."""
         again = [failure.row for failure in failures if not failure.error and failure.row not in batch]
-        gone = {*again} - {row for row, failed in self._failed(again).items() if failed.status in WAITING}
-        failures = [failure for failure in failures if failure.row not in gone]
-        before = self._admit([failure.row for failure in failures], batch, WAITING)
+        too_late = {*again} - {row for row, failed in self._failed(again).items() if failed.status in WAITING}
+        due = [failure for failure in failures if failure.row not in too_late]
+        before = self._admit([failure.row for failure in due], batch, WAITING)
         written = []
-        for failure in failures:
+        for failure in due:
             row, attempts = failure.row, failure.attempts
             if not failure.error:  # it is no attempt: then a person may have set them back meanwhile
                 attempts = min(attempts, before[row].attempts if row in before else (counted or {}).get(row, 0))
@@ -183,16 +186,21 @@ class Failures:
         before = self._admit(rows, batch, (Status.RETRYING, Status.PARKED))
         attempts = {row: failed.attempts for row, failed in before.items()}
         key_of = {row: self._known[row].key for row in rows}
-        self._write([Written(row, *key_of[row], Status.PARKED, attempts.get(row, 0), None, None) for row in rows])
+        self._write([Written(row, *key_of[row], Status.PARKED, attempts.get(row, 0)) for row in rows])
 
-    def knows(self, rows: Iterable[int]) -> Collection[int]:
+    def failed_before(self, rows: Iterable[int]) -> Collection[int]:
         """Which of the rows have failed before."""
         return self._failed(rows).keys()
 
     def count_attempts(self, attempts: Mapping[int, int]) -> None:
         """Of failed rows that are being sent again."""
-        before = self._failed(attempts)
-        self._write([Written(row, *it.key, it.status, attempts[row], 0.0, None) for row, it in before.items()])
+        at_once = {Status.RETRYING: 0.0}
+        self._write(
+            [
+                Written(row, *it.key, it.status, attempts[row], at_once.get(it.status))
+                for row, it in self._failed(attempts).items()
+            ]
+        )
 
     def settle(self) -> None:
         """The failed rows of the announced batch are at the destination."""
@@ -201,7 +209,7 @@ class Failures:
             for statement in self._book.done:
                 self._do(statement, ids=sorted(before))
 
-    def free_parked(self) -> None:
+    def unpark_skipped(self) -> None:
         """The route may have parked rows behind dead ones until it was told to skip these: wake them."""
         waits = (book.c.route == self.lane.route.id, book.c.shard == self.lane.shard, book.c.status == Status.PARKED)
         one_of_each = select(book.c.tenant, book.c.key, func.min(book.c.row_id)).where(*waits)
@@ -289,7 +297,7 @@ class Failures:
             elif action == "discard":
                 self._discard(following, rows)
         if asked:
-            self.connection.execute(delete(requests).where(requests.c.id.in_([request.id for request in asked])))
+            self._do(self._book.forget, ids=[request.id for request in asked])
         self._touched |= {known[it.row_id].key: it.row_id for it in asked if it.row_id in known}
 
     def _discard(self, lane: Lane, rows: Sequence[int]) -> None:
@@ -297,9 +305,7 @@ class Failures:
         attempts = {row: 0 for row in rows if row not in before and not self.is_passed(self._known[row], lane)}
         attempts |= {row: failed.attempts for row, failed in before.items() if failed.status in WAITING}
         key_of = {row: self._known[row].key for row in attempts}
-        self._write(
-            [Written(row, *key_of[row], Status.DISCARDED, count, None, None) for row, count in attempts.items()]
-        )
+        self._write([Written(row, *key_of[row], Status.DISCARDED, count) for row, count in attempts.items()])
 
     def _edit(self, row: int, event_id: UUID | None, body: bytes | None) -> None:
         failed = self._failed([row]).get(row)
@@ -318,7 +324,7 @@ class Failures:
 
 
 def place(lane: Lane) -> dict[str, Any]:
-    """The lane, for statements."""
+    """The lane and its failure policy, as parameters of statements."""
     return {
         "route": lane.route.id,
         "shard": lane.shard,

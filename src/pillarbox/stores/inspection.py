@@ -260,7 +260,9 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
     row = connection.execute(first).one_or_none()
     if row is None:
         return None
-    return next((each for each in deliveries_of(connection, row.event_id, payload=False) if each.id == row.id), None)
+    of_row = and_(failures.c.route == route.id, failures.c.shard == delivery.shard, failures.c.row_id == row.id)
+    event_id = connection.scalar(select(failures.c.event_id).where(of_row)) or row.event_id  # it may be an edit
+    return next((each for each in deliveries_of(connection, event_id, payload=False) if each.id == row.id), None)
 
 
 def pending_before(connection: Connection, delivery: Details) -> int:

@@ -73,7 +73,7 @@ class Leases(Turns):
         for lane in taken:
             if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
                 try:
-                    await self.all_or_nothing(self._free_parked, lane)
+                    await self.transaction(self._unpark_skipped, lane)
                 except Exception as error:
                     logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
                     unready.append(lane)
@@ -93,9 +93,9 @@ class Leases(Turns):
         lanes = _take(connection, relay, lease, wanted, shards)
         return _with_waiting_keys(connection, lanes) if lanes else []
 
-    def _free_parked(self, connection: Connection, lane: Lane) -> None:
+    def _unpark_skipped(self, connection: Connection, lane: Lane) -> None:
         confirm(connection, lane)
-        self.failures(connection, lane).free_parked()
+        self.failures(connection, lane).unpark_skipped()
 
     async def renew(
         self,
@@ -122,7 +122,7 @@ class Leases(Turns):
                 await self.let_go()
 
     async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
-        return await self.each_alone(_asked, lane, sorted(rows))
+        return await self.autocommit(_asked, lane, sorted(rows))
 
     async def _change_lanes(
         self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float

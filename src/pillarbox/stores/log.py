@@ -2,8 +2,7 @@
 
 How far a lane has come stands in the lane's row, as a cursor (`pillarbox.cursor`). One fenced UPDATE of that row
 settles a batch and announces the next one; what a batch consists of is told by the cursors before and after it, so it
-can be read again at any time. Only what failed is written down by itself, in a narrow table, with the rules of the
-queue: among the waiting rows of a key the first one decides.
+can be read again at any time. Only what failed is written down by itself, in the failure book (`stores.failures`).
 
 Because nothing is kept with a row, what a look does not see is gone for good. So a look is one statement, on a primary,
 that no policy filters; and a database that has other transaction numbers than it had, because it was restored or went
@@ -86,7 +85,7 @@ class LogStore(Appender, Leases):
         self._warned = True
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
-        return await self.each_alone(_ready, sorted(routes), relay)
+        return await self.autocommit(_ready, sorted(routes), relay)
 
     async def poll(
         self,
@@ -113,7 +112,7 @@ class LogStore(Appender, Leases):
             if found is not None and not (found.asked or found.in_book or (found.due and lane.waiting)):
                 return Page(redo=(), fresh=tuple(found.rows), passed=found.passed, cursor=found.look)
             room = room._replace(late=late)
-        return await self.each_alone(poll, lane, room, paused, detour, found)
+        return await self.autocommit(poll, lane, room, paused, detour, found)
 
     async def _glance(self, lane: Lane, room: Room) -> tuple[Found | None, bool | None]:
         start = position(lane)
@@ -124,10 +123,10 @@ class LogStore(Appender, Leases):
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         parted = {**(lane.detours or {}), **{it: lane.cursor for it in tenants if it not in (lane.detours or ())}}
-        return await self.all_or_nothing(_divide, lane, parted)
+        return await self.transaction(_divide, lane, parted)
 
     async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        return await self.all_or_nothing(_join, lane, tenants)
+        return await self.transaction(_join, lane, tenants)
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         lane.check_announced(wanted=settle)
@@ -135,7 +134,7 @@ class LogStore(Appender, Leases):
         if not (_redone(lane) or skipped or batch.failures or batch.parked or batch.requests):
             await self._write_at_once(lane, following, batch.cursor, relaxed=batch.relaxed)
             return following
-        return await self.all_or_nothing(_announce, lane, following, batch, skipped)
+        return await self.transaction(_announce, lane, following, batch, skipped)
 
     async def amend(
         self,
@@ -148,9 +147,9 @@ class LogStore(Appender, Leases):
         if failures or parked or attempts:
             if lane.announced is None:
                 raise StoreError("there is no announced batch to amend")
-            return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
+            return await self.transaction(_amend, lane, failures, parked, attempts or {})
         if lane.announced is not None:
-            await self.all_or_nothing(confirm, lane)
+            await self.transaction(confirm, lane)
         elif not await self._is_ours(lane):  # nothing depends on it but whether we go on, so nothing is written
             raise lease_lost(lane)
         return lane
@@ -161,10 +160,10 @@ class LogStore(Appender, Leases):
         if not _redone(lane):
             await self._write_at_once(lane, following)
             return following
-        return await self.all_or_nothing(_settle, lane, following)
+        return await self.transaction(_settle, lane, following)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        return await self.each_alone(rebuild, lane)
+        return await self.autocommit(rebuild, lane)
 
     async def _is_ours(self, lane: Lane) -> bool:
         was_announced = stored(lane.announced)["announced"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import astuple
 from sqlalchemy import text
 
 from ..outbox import Lane
@@ -12,7 +13,7 @@ from .announced import contents_of, detour_of, position
 from .failures import Book, Failures, Known, Written
 from .look_sql import FRESH, ROW, sized
 
-DUE = """f.status = 'RETRYING' AND f.available_at <= (SELECT clock_timestamp())"""
+DUE = "f.status = 'RETRYING' AND f.available_at <= (SELECT clock_timestamp())"
 _FAILURE = "f.route = :route AND f.shard = :shard"
 _PARKS = "CAST(:parks AS boolean)"
 _WAITING = "f.status IN ('RETRYING', 'PARKED', 'FAILED')"
@@ -20,16 +21,13 @@ _NOT_SENDING = "f.row_id <> ALL (CAST(:sending AS bigint[]))"
 
 
 def _blocks(rows: str, tenant: str, parks: str = _PARKS) -> str:
-    """Whether a row is this tenant's, and later ones of its key must not overtake it.
-
-    The planner takes two equal tenants for a rarity, and would sort all rows of a key to find its first one. Of a CASE
-    it thinks nothing, and reads them as they stand in the index.
-    """
-    same = f"{rows}.tenant IS NOT DISTINCT FROM {tenant}"
-    return f"CASE WHEN {same} THEN {rows}.status <> 'FAILED' OR {parks} ELSE false END"
+    """Whether a row is this tenant's, as the index has it, and later ones of its key must not overtake it."""
+    same = f"coalesce({rows}.tenant, '') = coalesce({tenant}, '')"
+    return f"{same} AND ({rows}.status <> 'FAILED' OR {parks})"
 
 
 def first_of_its_key(parks: str = _PARKS) -> str:
+    """Whether a failure is the first of its key that later ones must not overtake."""
     return f"""f.row_id = (
         SELECT b.row_id FROM pillarbox_failures b
         WHERE b.key = f.key AND b.route = f.route AND b.shard = f.shard AND b.status IN ('RETRYING', 'PARKED', 'FAILED')
@@ -103,14 +101,13 @@ _FAILED = text(
     f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"
 )
 
-_COLUMNS = ("row_id", "tenant", "key", "status", "attempts", "available_in", "last_error")
 _WRITE = text(
     """
     INSERT INTO pillarbox_failures AS f
         (route, shard, row_id, tenant, key, status, attempts, available_at, last_error)
     SELECT :route, :shard, v.row_id, v.tenant, v.key, v.status, v.attempts,
            clock_timestamp() + make_interval(secs => v.available_in), v.last_error
-    FROM unnest(CAST(:row_id AS bigint[]), CAST(:tenant AS text[]), CAST(:key AS text[]), CAST(:status AS text[]),
+    FROM unnest(CAST(:row AS bigint[]), CAST(:tenant AS text[]), CAST(:key AS text[]), CAST(:status AS text[]),
                 CAST(:attempts AS integer[]), CAST(:available_in AS double precision[]), CAST(:last_error AS text[]))
         AS v(row_id, tenant, key, status, attempts, available_in, last_error)
     ON CONFLICT (route, shard, row_id) DO UPDATE
@@ -182,7 +179,8 @@ class LogFailures(Failures):
         return _BOOK
 
     def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
-        return dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        columns = zip(*map(astuple, rows), strict=True)
+        return dict(zip(Written.__struct_fields__, map(list, columns), strict=True))
 
     def redone(self) -> Sequence[int]:
         contents = contents_of(self.lane)
@@ -213,4 +211,5 @@ _BOOK = Book(
     done=_DONE,
     redrive=_REDRIVE,
     edit=_EDIT,
+    forget=text("DELETE FROM pillarbox_requests WHERE id = ANY (CAST(:ids AS bigint[]))"),
 )

@@ -83,7 +83,7 @@ class Found(msgspec.Struct, frozen=True):
     """People's requests, each with the row that it is about."""
     passed: bool
     """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
-    in_a_crowd: bool = False
+    scan_exhausted: bool = False
     due: bool = True
     """Whether failed rows may be due, as far as was looked."""
     in_book: bool = False
@@ -113,7 +113,7 @@ def poll(  # noqa: PLR0917  what one statement asks
         redo=redo,
         fresh=tuple(found.rows),
         passed=found.passed,
-        in_a_crowd=found.in_a_crowd,
+        scan_exhausted=found.scan_exhausted,
         requests=tuple(sorted(asked)),
         cursor=found.look,
     )
@@ -279,7 +279,7 @@ class Looked(msgspec.Struct, frozen=True):
             rows,
             {values[1]: int(values[4]) for values in found if values[0] == _REQUEST},
             passed,
-            in_a_crowd=seen >= SCAN and not rows,
+            scan_exhausted=seen >= SCAN and not rows,
             in_book=late > 0 or (bool(rows) and in_book is not None and in_book <= rows[-1].id),
         )
 

@@ -1,8 +1,8 @@
 """The outbox as a queue: a status per row, for MariaDB/MySQL and SQLite.
 
-A relay owns the lane, not the rows, so nothing is locked while it sends and order within a key is never lost. What a
-row is waiting for is in the row itself: a transaction that commits late, with a low id, is simply found by the next
-poll. What has failed is in the failure book (`stores.failures`), which the status of the row follows.
+A relay owns the lane, not the rows, so nothing is locked while it sends and order within a key is never lost. A fresh
+row is found by its status, so a transaction that commits late, with a low id, is found by the next poll. What has
+failed, and what waits behind it, stands in the failure book (`stores.failures`); the status of its row follows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QueueStore(Appender, Leases):
         Leases.__init__(self, engine)
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
-        return await self.each_alone(_ready, sorted(routes), relay)
+        return await self.autocommit(_ready, sorted(routes), relay)
 
     async def poll(
         self,
@@ -48,7 +48,7 @@ class QueueStore(Appender, Leases):
         detour: str | None = None,
     ) -> Page:
         refuse_detours(detour)
-        return await self.each_alone(_poll, lane, limit, max_bytes, sorted(paused))
+        return await self.autocommit(_poll, lane, limit, max_bytes, sorted(paused))
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         refuse_detours(*tenants)
@@ -61,7 +61,7 @@ class QueueStore(Appender, Leases):
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         lane.check_announced(wanted=settle)
         following = _following(lane, batch)
-        return await self.all_or_nothing(_announce, lane, following, batch)
+        return await self.transaction(_announce, lane, following, batch)
 
     async def amend(
         self,
@@ -73,15 +73,15 @@ class QueueStore(Appender, Leases):
     ) -> Lane:
         if lane.announced is None and (failures or parked or attempts):
             raise StoreError("there is no announced batch to amend")
-        return await self.all_or_nothing(_amend, lane, failures, parked, attempts or {})
+        return await self.transaction(_amend, lane, failures, parked, attempts or {})
 
     async def settle(self, lane: Lane) -> Lane:
         lane.check_announced()
         settled = replace(lane, announced=None, tries=0)
-        return await self.all_or_nothing(_settle, lane, settled)
+        return await self.transaction(_settle, lane, settled)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        return await self.each_alone(_rebuild, lane)
+        return await self.autocommit(_rebuild, lane)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch)
     book = QueueFailures(connection, lane)
     book.settle()
     _mark_sent(connection, lane)
-    # Only attempts that are given back may come too late: their rows may have come to their end.
+    # Attempts are given back without a look at the row, which may have been sent or discarded by now.
     given_back = book.know(failure.row for failure in batch.failures if not failure.error)
     book.fail(batch.failures, {*given_back, *(failure.row for failure in batch.failures if failure.error)})
     book.park(batch.parked, batch.parked)
@@ -166,7 +166,7 @@ def _amend(
     items = tuple(0 if row in rows else row for row in announced.items)
     left = [(number, row) for number, row in enumerate(items, start=announced.first_number) if row]
     book, counted = QueueFailures(connection, lane), _attempts(lane)
-    known = book.knows(attempts)
+    known = book.failed_before(attempts)
     told = counted | {row: count for row, count in attempts.items() if row not in known}
     details = {**announced.details, **({"attempts": {str(row): count for row, count in told.items()}} if told else {})}
     amended = replace(announced, count=len(left), digest=digest(left), items=items, details=details)

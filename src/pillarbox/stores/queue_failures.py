@@ -15,7 +15,7 @@ from sqlalchemy import BigInteger, TextClause, Uuid, bindparam, text
 
 from ..outbox import Lane
 from .failures import Book, Failures, Known, Written
-from .queue_sql import WORDS, Words, with_ids
+from .queue_sql import WORDS, Words, with_ids, with_json
 from .tables import failures, outbox
 
 
@@ -26,13 +26,13 @@ class QueueFailures(Failures):
         return _book(WORDS[self.connection.dialect.name])
 
     def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
-        written = [(it.row, it.status, it.attempts, it.available_in, it.last_error) for it in rows]
-        return {"rows": msgspec.json.encode(written).decode()}
+        return {"rows": msgspec.json.encode(rows).decode()}
 
     def redone(self) -> Sequence[int]:
         return sending(self.lane)
 
     def settled(self) -> Sequence[int]:
+        # The key of a row that has failed before is among those that wait.
         return sending(self.lane) if self.lane.waiting else ()
 
     def is_sending(self, row: Known, lane: Lane) -> bool:
@@ -77,10 +77,10 @@ def _blocks(words: Words, rows: str, tenant: str, parks: str = ":parks") -> str:
     return f"{rows}.tenant {words.same} {tenant} AND ({rows}.status <> 'FAILED' OR {parks})"
 
 
-def _first(words: Words, what: str, of: str, parks: str = ":parks") -> str:
-    """What the book says of the first row of a key that later ones must not overtake."""
+def _first(words: Words, of: str, parks: str = ":parks") -> str:
+    """The first row of a key that later ones must not overtake."""
     return f"""(
-        SELECT b.{what} FROM pillarbox_failures b {words.by_key}
+        SELECT b.row_id FROM pillarbox_failures b {words.by_key}
         WHERE b.`key` = {of}.`key` AND b.route = {of}.route AND b.shard = {of}.shard AND b.status {_WAITING}
           AND {_blocks(words, "b", f"{of}.tenant", parks)}
         ORDER BY b.row_id LIMIT 1)"""  # noqa: S608  constants
@@ -102,7 +102,7 @@ def _page(words: Words, found: str, status: str) -> str:
 def _book(words: Words) -> Book:
     rows = f"{words.join} pillarbox_outbox o ON o.id = f.row_id WHERE {_LANE} AND f.row_id NOT IN :sending"
     heads = f"""pillarbox_failures f {words.by_time} {rows} AND {_is_due(words)}
-        AND (f.tenant IS NULL OR f.tenant NOT IN :paused) AND f.row_id = {_first(words, "row_id", "f")}
+        AND (f.tenant IS NULL OR f.tenant NOT IN :paused) AND f.row_id = {_first(words, "f")}
         ORDER BY f.available_at"""
     behind = f"""pillarbox_failures f {words.by_key} {rows} AND f.`key` = :key AND f.row_id > :after
         AND f.status {_WAITING} AND {_blocks(words, "f", ":tenant")}
@@ -114,14 +114,15 @@ def _book(words: Words) -> Book:
     tenant = bindparam("tenant", type_=outbox.c.tenant.type)
     event, body = bindparam("event_id", type_=Uuid()), bindparam("body", type_=failures.c.body.type)
     again = f"status = 'RETRYING', available_at = {words.now}"
-    book, named = f"pillarbox_failures {words.by_id}", "route = :route AND shard = :shard AND row_id IN :ids"
+    book, read = f"pillarbox_failures {words.by_id}", f"pillarbox_failures f {words.by_id}"
+    named = "route = :route AND shard = :shard AND row_id IN :ids"
     return Book(
         known=with_ids(
             "SELECT o.id, NULL, o.tenant, o.`key` FROM pillarbox_outbox o WHERE o.route = :route AND o.shard = :shard "
             "AND o.id IN :ids AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')"
         ),
         failed=with_ids(
-            f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.`key` FROM pillarbox_failures f "  # noqa: S608
+            f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.`key` FROM {read} "  # noqa: S608
             f"WHERE {_LANE} AND f.row_id IN :ids"
         ),
         heads=text(_page(words, heads, "f.status")).bindparams(on_their_way, paused),
@@ -136,8 +137,14 @@ def _book(words: Words) -> Book:
             """
         ).bindparams(event),
         firsts=with_ids(
-            f"SELECT t.tenant, t.`key`, {_first(words, 'row_id', 't')}, {_first(words, 'status', 't')} "  # noqa: S608
-            "FROM pillarbox_outbox t WHERE t.route = :route AND t.shard = :shard AND t.id IN :ids"
+            f"""
+            SELECT k.tenant, k.`key`, k.row_id, (
+                SELECT f.status FROM {read} WHERE {_LANE} AND f.row_id = k.row_id
+            ) FROM (
+                SELECT t.tenant, t.`key`, {_first(words, "t")} AS row_id FROM pillarbox_outbox t {words.by_id}
+                WHERE t.route = :route AND t.shard = :shard AND t.id IN :ids
+            ) k
+            """  # noqa: S608  constants
         ),
         write=text(words.write),
         promote=with_ids(f"UPDATE {book} SET {again} WHERE {named} AND status = 'PARKED'"),  # noqa: S608  constants
@@ -155,12 +162,13 @@ def _book(words: Words) -> Book:
             f"UPDATE {book} SET {again}, attempts = 0, event_id = :event_id, body = :body, headers = :headers "  # noqa: S608
             "WHERE route = :route AND shard = :shard AND row_id = :row_id AND status IN ('RETRYING', 'FAILED')"
         ).bindparams(event, body),
+        forget=with_json(words.forget),
     )
 
 
 @cache
 def _follow(words: Words) -> TextClause:
-    """The outbox has the statuses that the book has."""
+    """Copies the statuses of these rows from the book to the outbox."""
     return with_ids(
         f"""
         UPDATE pillarbox_outbox {words.by_id} SET status = coalesce((
@@ -174,7 +182,7 @@ def _follow(words: Words) -> TextClause:
 @cache
 def ready(words: Words, *, here: bool) -> TextClause:
     """The lanes with something to do; ``here``: of those that one relay has."""
-    first = _first(words, "row_id", "f", "r.on_failure = 'park'")
+    first = _first(words, "f", "r.on_failure = 'park'")
     held = f"AND l.locked_by = :relay AND l.locked_until > {words.now}" if here else ""
     return with_ids(
         f"""

@@ -7,11 +7,13 @@ statistics say. SQLite knows the quotes of MySQL, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BindParameter, TextClause, bindparam, text
+import msgspec
+from sqlalchemy import BindParameter, Dialect, Text, TextClause, TypeDecorator, bindparam, text
 
 from .tables import outbox
 
@@ -20,15 +22,19 @@ _FRESH = "o.route = :route AND o.shard = :shard AND o.status = 'PENDING' AND o.s
 
 @dataclass(frozen=True)
 class Words:
-    """How a database says what others say in another way."""
+    """What each database says in its own way."""
 
     now: str
     same: str
     """Whether two values are equal, or both missing."""
     send: str
-    """Rows of the outbox get their numbers, by pairs of both."""
+    """Marks rows as sent, with their numbers: takes pairs of id and number."""
     write: str
-    """Into the failure book, of rows of the outbox."""
+    """Writes rows of the outbox into the failure book."""
+    forget: str
+    """Deletes requests by their ids."""
+    remove: tuple[str, str]
+    """Deletes rows that are at their end, by their ids: from the failure book, and then from the outbox."""
     join: str = "JOIN"
     """Of tables in the order in which they are written down."""
     by_id: str = ""
@@ -38,6 +44,7 @@ class Words:
     for those that business transactions have just written: it must look at no others than it changes."""
 
 
+_LISTED = "JSON_TABLE(:ids, '$[*]' COLUMNS (id BIGINT PATH '$')) t"
 _MYSQL = Words(
     now="UTC_TIMESTAMP(6)",
     same="<=>",
@@ -49,14 +56,27 @@ _MYSQL = Words(
     write="""
         INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
         SELECT o.route, o.shard, o.id, o.tenant, o.`key`, v.status, v.attempts,
-               UTC_TIMESTAMP(6) + INTERVAL v.later * 1000000 MICROSECOND, v.last_error
+               UTC_TIMESTAMP(6) + INTERVAL v.available_in * 1000000 MICROSECOND, v.last_error
         FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
-            row_id BIGINT PATH '$[0]', status VARCHAR(10) PATH '$[1]', attempts INT PATH '$[2]',
-            later DOUBLE PATH '$[3]', last_error LONGTEXT PATH '$[4]'
+            row_id BIGINT PATH '$.row', status VARCHAR(10) PATH '$.status', attempts INT PATH '$.attempts',
+            available_in DOUBLE PATH '$.available_in',
+            last_error LONGTEXT CHARACTER SET utf8mb4 PATH '$.last_error'
         )) v STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = v.row_id
         ON DUPLICATE KEY UPDATE status = VALUES(status), attempts = VALUES(attempts),
             available_at = VALUES(available_at),
             last_error = coalesce(VALUES(last_error), pillarbox_failures.last_error)""",
+    forget=f"""
+        DELETE q FROM {_LISTED} STRAIGHT_JOIN pillarbox_requests q FORCE INDEX (PRIMARY) ON q.id = t.id""",
+    remove=(
+        f"""
+        DELETE f FROM {_LISTED} STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
+        STRAIGHT_JOIN pillarbox_failures f FORCE INDEX (PRIMARY)
+            ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+        WHERE o.status IN ('SENT', 'DISCARDED')""",
+        f"""
+        DELETE o FROM {_LISTED} STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
+        WHERE o.status IN ('SENT', 'DISCARDED')""",
+    ),
     join="STRAIGHT_JOIN",
     by_id="FORCE INDEX (PRIMARY)",
     by_key="FORCE INDEX (ix_pillarbox_failures_key)",
@@ -74,13 +94,25 @@ _SQLITE = Words(
           AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')""",
     write="""
         INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
-        SELECT o.route, o.shard, o.id, o.tenant, o.`key`, json_extract(v.value, '$[1]'), json_extract(v.value, '$[2]'),
-               strftime('%Y-%m-%d %H:%M:%f', 'now', json_extract(v.value, '$[3]') || ' seconds'),
-               json_extract(v.value, '$[4]')
-        FROM json_each(:rows) v CROSS JOIN pillarbox_outbox o ON o.id = json_extract(v.value, '$[0]')
+        SELECT o.route, o.shard, o.id, o.tenant, o.`key`,
+               json_extract(v.value, '$.status'), json_extract(v.value, '$.attempts'),
+               strftime('%Y-%m-%d %H:%M:%f', 'now', json_extract(v.value, '$.available_in') || ' seconds'),
+               json_extract(v.value, '$.last_error')
+        FROM json_each(:rows) v CROSS JOIN pillarbox_outbox o ON o.id = json_extract(v.value, '$.row')
         WHERE true
         ON CONFLICT (route, shard, row_id) DO UPDATE SET status = excluded.status, attempts = excluded.attempts,
             available_at = excluded.available_at, last_error = coalesce(excluded.last_error, last_error)""",
+    forget="DELETE FROM pillarbox_requests WHERE id IN (SELECT value FROM json_each(:ids))",
+    remove=(
+        """
+        DELETE FROM pillarbox_failures WHERE (route, shard, row_id) IN (
+            SELECT o.route, o.shard, o.id FROM json_each(:ids) t CROSS JOIN pillarbox_outbox o ON o.id = t.value
+            WHERE o.status IN ('SENT', 'DISCARDED')
+        )""",
+        """
+        DELETE FROM pillarbox_outbox
+        WHERE id IN (SELECT value FROM json_each(:ids)) AND status IN ('SENT', 'DISCARDED')""",
+    ),
     join="CROSS JOIN",
 )
 WORDS = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
@@ -89,6 +121,19 @@ WORDS = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
 def with_ids(statement: str, *lists: str) -> TextClause:
     """A statement with lists of ids among its parameters."""
     return text(statement).bindparams(*(bindparam(name, expanding=True) for name in lists or ("ids",)))
+
+
+class _Json(TypeDecorator[Sequence[int]]):
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Sequence[int] | None, dialect: Dialect) -> str:  # noqa: ARG002  all alike
+        return msgspec.json.encode(value).decode()
+
+
+def with_json(statement: str) -> TextClause:
+    """A statement with a list of ids that it reads as a table."""
+    return text(statement).bindparams(bindparam("ids", type_=_Json))
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

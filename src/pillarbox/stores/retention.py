@@ -22,12 +22,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import Connection, and_, case, delete, func, or_, select, text, tuple_
+from sqlalchemy import Connection, and_, case, func, or_, select, text, tuple_
 
 from ..clock import first_uuid7
 from ..cursor import Cursor
@@ -36,7 +34,8 @@ from ..outbox import Status, stable_hash
 from . import origin
 from .columns import from_now
 from .log_sql import TELLS_ABOUT
-from .tables import failures, outbox, routes
+from .queue_sql import WORDS, with_json
+from .tables import outbox, routes
 from .trail import one_person_at_a_time
 
 MINIMUM_AGE = 60.0
@@ -250,17 +249,10 @@ def remove(connection: Connection, keys: Sequence[RowKey]) -> int:
     if not keys:
         return 0
     if not _is_postgres(connection):
-        at_their_end = (
-            outbox.c.id.in_(sorted(key.id for key in keys)),
-            outbox.c.status.in_((Status.SENT, Status.DISCARDED)),
-        )
-        lane_of, f = (outbox.c.route, outbox.c.shard), failures.c
-        in_book = and_(f.route == outbox.c.route, f.shard == outbox.c.shard, f.row_id == outbox.c.id)
-        found = connection.execute(select(*lane_of, outbox.c.id).join(failures, in_book).where(*at_their_end)).all()
-        for (route, shard), rows in groupby(sorted(found), key=itemgetter(0, 1)):
-            ids = [row for *_, row in rows]
-            connection.execute(delete(failures).where(f.route == route, f.shard == shard, f.row_id.in_(ids)))
-        return int(connection.execute(delete(outbox).where(*at_their_end)).rowcount)
+        told = {"ids": sorted(key.id for key in keys)}
+        from_the_book, from_the_outbox = map(with_json, WORDS[connection.dialect.name].remove)
+        connection.execute(from_the_book, told)
+        return int(connection.execute(from_the_outbox, told).rowcount)
     guard(connection)
     return int(connection.execute(_REMOVE, identities(keys)).scalar_one())
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 
-def put_right(engine: Engine) -> None:
+def configure_transactions(engine: Engine) -> None:
     """Make transactions on this engine real ones. Calling it twice is fine."""
     if engine.dialect.name == "sqlite" and not event.contains(engine, "begin", _begin):
         event.listen(engine, "begin", _begin)

@@ -61,7 +61,7 @@ class Turns:
         self._waiting = 0
         self._kept = 0
 
-    async def each_alone(self, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def autocommit(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it on a connection where every statement is a transaction of its own."""
         self._waiting += 1
         try:
@@ -75,7 +75,7 @@ class Turns:
         """Run one statement, a transaction of its own; at once, if a connection of asyncpg was kept for it."""
         connection = self._at_hand()
         if connection is None:
-            return await self.each_alone(statement.fetch, parameters)
+            return await self.autocommit(statement.fetch, parameters)
         self._waiting += 1
         try:
             async with self._turns:
@@ -90,7 +90,7 @@ class Turns:
                 await greenlet_spawn(self._close_surplus, self._waiting)
         return rows
 
-    async def all_or_nothing(self, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def transaction(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run it in a transaction."""
         return await self._run(self._turns, self._begun, work, *arguments)
 

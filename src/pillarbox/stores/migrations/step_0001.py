@@ -148,9 +148,12 @@ def _make_failures(op: Operations) -> None:
     book, is_due, is_edited = "pillarbox_failures", sa.text("status = 'RETRYING'"), sa.text("event_id IS NOT NULL")
     # Leads to the first waiting row of a key, however many are parked behind it. Where an index has all rows, their
     # status in it tells which of them wait. In this order nothing else is tempted to use it.
-    has_all = op.get_context().dialect.name in ("mysql", "mariadb")
-    by_key = ("key", "route", "shard", "row_id", *(("status",) if has_all else ()))
-    _make_index(op, "ix_pillarbox_failures_key", book, *by_key, where=_WAITING)
+    dialect = op.get_context().dialect.name
+    tenant = sa.text("coalesce(tenant, '')") if dialect == "postgresql" else "tenant"
+    status = ("status",) if dialect in ("mysql", "mariadb") else ()
+    _make_index(
+        op, "ix_pillarbox_failures_key", book, "key", tenant, "route", "shard", "row_id", *status, where=_WAITING
+    )
     _make_index(op, "ix_pillarbox_failures_due", book, "route", "shard", "available_at", where=is_due)
     _make_index(op, "ix_pillarbox_failures_event", book, "event_id", where=is_edited)
 
@@ -320,6 +323,8 @@ def _make_table(op: Operations, name: str, *columns: Any, **options: Any) -> Non
     op.create_table(name, *columns, mysql_charset="utf8mb4", sqlite_autoincrement=drawn, **options)
 
 
-def _make_index(op: Operations, name: str, table: str, *columns: str, where: sa.TextClause | None = None) -> None:
+def _make_index(
+    op: Operations, name: str, table: str, *columns: str | sa.TextClause, where: sa.TextClause | None = None
+) -> None:
     """An index of these columns; where the database can, only of the rows ``where`` this is true."""
     op.create_index(name, table, list(columns), postgresql_where=where, sqlite_where=where)
