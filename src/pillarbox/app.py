@@ -545,7 +545,7 @@ class Pillarbox:
         self._use_in_this_process()
         if self._relay_engine is None:
             self._relay_engine = with_own_pool(self.engine)
-            self._outbox.put_right(self._relay_engine.sync_engine)
+            self._outbox.configure_transactions(self._relay_engine.sync_engine)
         pacing = pacing or Pacing()
         store, feed = store_on(self._relay_engine), None
         if source == "cdc":
@@ -577,7 +577,7 @@ class Pillarbox:
     def _use(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._store = store_on(engine)
-        self._outbox.put_right(engine.sync_engine)
+        self._outbox.configure_transactions(engine.sync_engine)
 
 
 class _BoxOutbox:
@@ -597,9 +597,9 @@ class _BoxOutbox:
         for kind in kinds:
             self.inside.setdefault(kind.name, []).append(handler)
 
-    def put_right(self, engine: Engine) -> None:
+    def configure_transactions(self, engine: Engine) -> None:
         guard_commits(engine)
-        sqlite.put_right(engine)
+        sqlite.configure_transactions(engine)
 
     def goes_anywhere(self, raised: Raised) -> bool:
         return bool(self._router.plan(raised.type))

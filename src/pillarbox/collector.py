@@ -54,7 +54,7 @@ class Outbox(Protocol):
         """Handlers that run inside the transaction, by the name of the event."""
         ...
 
-    def put_right(self, engine: Engine) -> None:
+    def configure_transactions(self, engine: Engine) -> None:
         """Make COMMIT and transactions on this engine what they must be. Twice is fine."""
         ...
 

@@ -70,7 +70,7 @@ class LaneWorker:
         self._bell = asyncio.Event()
         self._rates = Rates()
         self._detours = Detours(lane)
-        self._in_a_crowd = False
+        self._scan_exhausted = False
         self._alarm = Alarm(self._bell.set)
 
     # -- what the relay asks and tells ---------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class LaneWorker:
             self._detours.joined(self.lane.detours or ())
         more = await self._serve(None)
         detour = self._detours.next(self._held)
-        in_a_crowd = self._in_a_crowd and more  # then whoever is behind it has waited long enough
-        if detour is not None and not in_a_crowd and (self._sender.stored or self.lane.announced is None):
+        scan_exhausted = self._scan_exhausted and more  # then whoever is behind it has waited long enough
+        if detour is not None and not scan_exhausted and (self._sender.stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
             self._alarm.set(rest)
@@ -191,7 +191,7 @@ class LaneWorker:
         limit = self._limit if detour is None else self._detours.quantum(self._limit)
         page = await self._leased.poll(limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour)
         if detour is None:
-            self._in_a_crowd = page.in_a_crowd
+            self._scan_exhausted = page.scan_exhausted
         if page.requests:  # first, and alone: they may be about rows of this very page
             await self._announce(Batch(requests=page.requests))
             return True

@@ -240,7 +240,7 @@ class Page(msgspec.Struct, frozen=True):
     until they have one."""
     passed: bool = False
     """The lane moves on, even if it is only past rows that belong to a detour; and there may be more behind them."""
-    in_a_crowd: bool = False
+    scan_exhausted: bool = False
     """So many of them that the look has come to nothing else, nor to their end."""
     requests: tuple[int, ...] = ()
     """What people have asked for and can be done now: the next announcement does it."""

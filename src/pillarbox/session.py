@@ -153,7 +153,7 @@ class BoundSession(Session):
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         bind = super().get_bind(*args, **kwargs)
         if GUARDED not in bind.dialect.__dict__:
-            self.pillarbox.put_right(bind.engine)
+            self.pillarbox.configure_transactions(bind.engine)
         return bind
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:

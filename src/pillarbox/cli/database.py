@@ -101,7 +101,7 @@ async def opened(
 async def changing(settings: Settings) -> AsyncIterator[AsyncEngine]:
     """The database, migrated, for those who write."""
     async with opened(settings) as engine:
-        sqlite.put_right(engine.sync_engine)
+        sqlite.configure_transactions(engine.sync_engine)
         async with engine.connect() as connection:
             await connection.run_sync(check_schema)
         yield engine

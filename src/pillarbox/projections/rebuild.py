@@ -559,7 +559,7 @@ def _own_engine(engine: AsyncEngine) -> AsyncEngine:
     """Connections of our own: the live projection must not wait for ours, nor we for its."""
     own = with_own_pool(engine)
     if own.dialect.name == "sqlite":
-        sqlite.put_right(own.sync_engine)
+        sqlite.configure_transactions(own.sync_engine)
         return own
     return own.execution_options(isolation_level="READ COMMITTED")
 

@@ -209,11 +209,11 @@ class Connection(asyncio.Protocol):
             for command in self._frames.feed(data):
                 if self.lost is not None:
                     return
-                self._heed(command)
+                self._dispatch(command)
         except ProtocolError as error:
             self.abort(str(error))
 
-    def _heed(self, command: wire.Command) -> None:
+    def _dispatch(self, command: wire.Command) -> None:
         kind = command.type
         if (part := _ABOUT_PRODUCERS.get(kind)) is not None:
             self._tell(kind, getattr(command, part))
@@ -228,7 +228,7 @@ class Connection(asyncio.Protocol):
         elif kind == _Type.CONNECTED:
             self._welcome(command.connected)
         elif kind == _Type.AUTH_CHALLENGE:
-            self._answering = asyncio.get_running_loop().create_task(self._prove())
+            self._answering = asyncio.get_running_loop().create_task(self._reauthenticate())
         # A newer broker may say more than we know.
 
     def _tell(self, kind: wire.Command.Type, what: Any) -> None:
@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
         if waiting is not None and not waiting.done():
             waiting.set_exception(refusal)
 
-    async def _prove(self) -> None:
+    async def _reauthenticate(self) -> None:
         """The broker wants to know again who we are: what it was told has expired."""
         try:
             secret = await secret_of(self._credentials)
