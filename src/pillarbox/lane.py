@@ -283,7 +283,7 @@ class LaneWorker:
     def _next_batch(self, page: Page) -> Plan:
         try:
             plan = make_plan(page, self.lane, self._publisher.preflight, self._sender.failed)
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # a bug of `preflight`, which the sender can name
             plan = make_plan(page, self.lane, self._sender.preflight, self._sender.failed)
         items = self._rejections.filter_blocked(self.lane, plan.items)
         items, again = self._rates.within(items, self.pace)

@@ -41,7 +41,10 @@ DEADLY_TRIES = 3
 UNANSWERED_TRIES = 3
 """After so many requests in a row without an answer a batch is sent one message at a time: one of them may be why."""
 
+_LONERS_KEPT = 100
+
 LATE = "no answer in time"
+NO_REASON = "no reason was given"
 
 _Item = tuple[int, Row]
 
@@ -65,6 +68,10 @@ class _Fault(Exception):  # noqa: N818  it never leaves this module
         self.unanswered = unanswered
 
 
+class _Bug(Exception):  # noqa: N818  it never leaves this module
+    """The transport could not open topics, and only a bug explains how."""
+
+
 class _Care:
     """How carefully a batch is sent: as a whole, or one message at a time."""
 
@@ -73,6 +80,8 @@ class _Care:
         """The most messages of a request."""
         self.fault: _Fault | None = None
         """What the last request came to, and is yet to be judged."""
+        self.in_doubt = False
+        """Whether the destination may be unavailable: it did not answer, and has accepted nothing since."""
         self._deadly = deadly
         self._grows = grows
         self._unanswered = 0
@@ -85,12 +94,15 @@ class _Care:
     def blame(self, fault: _Fault) -> Outcome | None:
         """Go on one message at a time. One that was not answered though it went alone may mean an outage."""
         self.fault, self.most = fault, 1
-        return _no_answer(fault.reason) if fault.unanswered and fault.number is not None else None
+        if not fault.unanswered or fault.number is None:
+            return None
+        self.in_doubt = True
+        return _no_answer(fault.reason)
 
     def heard(self, outcome: Outcome) -> None:
         """A request has come to an end."""
         if outcome.accepted:
-            self._unanswered = 0
+            self._unanswered, self.in_doubt = 0, False
             if self._deadly and self._grows and self.most is not None:
                 # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
                 # remembers how far the lane came, requests may grow again: whoever dies of a larger one leaves the next
@@ -150,9 +162,12 @@ class Sender:
     def preflight(self, message: Message) -> str | None:
         """What the transport says, though it has a bug."""
         try:
-            return self._publisher.preflight(message)
-        except Exception as error:
+            refusal: object = self._publisher.preflight(message)
+        except (Exception, asyncio.CancelledError) as error:  # nothing here could be cancelled
             return self._bug(error)
+        if refusal is None or isinstance(refusal, str):
+            return refusal
+        return self._bug(f"preflight returned {type(refusal).__name__}, neither None nor a text")
 
     async def open(self, plan: Plan) -> bool:
         """Open the topics of a batch before it is announced; what goes to one that cannot be opened waits, and holds up
@@ -160,16 +175,18 @@ class Sender:
         """
         while topics := {row.topic for row in plan.items}:
             try:
-                async with self._leased.within():
-                    lasts = await self._publisher.open(self._producer, topics)
+                lasts = await self._open(topics)
             except TopicsRefusedError as error:
                 self._leave_out(plan, error.reasons)
-            except (OSError, TimeoutError) as error:
-                await self._breaker.rest(Verdict.UNAVAILABLE, str(error) or LATE)
-                return False
-            except Exception as error:
-                self._bug(error)
-                self._leave_out(plan, await self._open_each(topics))
+            except (OSError, _Bug) as error:
+                is_away = not isinstance(error, (_Bug, TimeoutError))
+                reasons = {} if is_away or len(topics) == 1 else await self._open_each(topics)
+                if isinstance(error, _Bug) and len(topics) == 1:
+                    reasons = dict.fromkeys(topics, str(error))
+                elif is_away or len(reasons) == len(topics):
+                    await self._breaker.rest(Verdict.UNAVAILABLE, str(error) or LATE)
+                    return False
+                self._leave_out(plan, reasons)
             else:
                 self._check_lasts(lasts)
                 self.numbering.opened(lasts)
@@ -177,17 +194,36 @@ class Sender:
         return True
 
     async def _open_each(self, topics: Collection[str]) -> dict[str, str]:
-        """Why topics cannot be opened, of which at least one brings a bug of the transport about."""
+        """Why topics cannot be opened, of which at least one does not answer, or brings a bug about."""
         reasons: dict[str, str] = {}
         for topic in sorted(topics):
             try:
-                async with self._leased.within():
-                    await self._publisher.open(self._producer, {topic})
-            except OSError as error:
+                await self._open({topic})
+            except (OSError, _Bug) as error:
                 reasons[topic] = str(error) or LATE
-            except Exception as error:
-                reasons[topic] = self._bug(error)
         return reasons
+
+    async def _open(self, topics: Collection[str]) -> Mapping[str, int]:
+        """The last numbers of these topics, if they are numbered. `_Bug` for what no transport should do."""
+        capabilities = self._publisher.capabilities
+        try:
+            async with self._leased.within(), asyncio.timeout(capabilities.timeout):
+                lasts: object = await self._publisher.open(self._producer, topics)
+        except TopicsRefusedError as error:
+            if error.reasons.keys() & {*topics}:
+                raise
+            raise _Bug(self._bug(f"open refused topics that were not asked for: {error}")) from error
+        except OSError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancelled(error):
+                raise
+            raise _Bug(self._bug(error)) from error
+        if not capabilities.numbered:
+            return {}
+        if isinstance(lasts, Mapping) and {*map(type, lasts.values())} <= {int}:
+            return lasts
+        raise _Bug(self._bug(f"open returned {type(lasts).__name__}, not the last number of each topic"))
 
     def _leave_out(self, plan: Plan, reasons: Mapping[str, str]) -> None:
         plan.set_aside(reasons)
@@ -209,7 +245,7 @@ class Sender:
     def failed(self, row: Row, reason: str) -> Failure:
         policy, attempts = self._leased.lane.route.retry, row.attempts + 1
         delay = None if policy.exhausted(attempts) else policy.delay(attempts, self._draw)
-        return Failure(row.id, attempts, redacted(reason), delay)
+        return Failure(row.id, attempts, redacted(reason) or NO_REASON, delay)
 
     def tell(self, row: Row, failure: Failure, number: int = 0) -> None:
         said = failure.error or ""
@@ -252,6 +288,8 @@ class Sender:
                 if not await self._breaker.rest(outcome.unfinished, outcome.reason):
                     await self._abandon()
                     return
+        if not care.in_doubt:
+            self._breaker.close()
         self.stored = True
         self._report.delivered(clock.current().monotonic() - began)
 
@@ -325,12 +363,9 @@ class Sender:
             return _no_answer(str(error) or LATE)
         except OSError as error:
             return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{type(error).__name__}: {error}")
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancelled(error):
                 raise
-            # What the transport waited for was cancelled, not this lane.
-            raise _Fault(self._bug(error), messages) from error
-        except Exception as error:
             raise _Fault(self._bug(error), messages) from error
         if wrong is not None:
             raise _Fault(self._bug(wrong), messages)
@@ -377,10 +412,12 @@ class Sender:
         return left
 
     def _rejected(self, row: Row, reason: str, number: int, accepted: Accepted = ()) -> Failure:
-        attempts = self._rejections.rejected(self._leased.lane, row, redacted(reason), accepted)
+        reason = redacted(reason) or NO_REASON
+        attempts = self._rejections.rejected(self._leased.lane, row, reason, accepted)
         if attempts is not None:
             self._report.refused_like_all()
-            return Failure(row.id, attempts, redacted(reason), PROBES.cap)  # others are tried before it again
+            return Failure(row.id, attempts, reason, PROBES.cap)  # others are tried before it again
+        self._breaker.close()  # it is an answer
         failure = self.failed(row, reason)
         self.tell(row, failure, number)
         return failure
@@ -399,7 +436,10 @@ class Sender:
         try:
             outcome = await self._request([self.numbering.message(self._leased.lane, number, row)])
         except _Fault as fault:
-            outcome = _no_answer(fault.reason) if fault.unanswered else Outcome((), [Rejection(0, fault.reason)])
+            if fault.unanswered:
+                await self._leased.amend((), attempts={row.id: row.attempts})
+                raise
+            outcome = Outcome((), [Rejection(0, fault.reason)])
         if outcome.rejected:
             return await self._amend(items, 1, outcome), outcome
         await self._leased.amend((), attempts={row.id: row.attempts})
@@ -425,10 +465,15 @@ class Sender:
         the first time: else it may be an outage, which costs no attempt.
         """
         since = self._loners.setdefault(row.id, self._acceptances)
+        if len(self._loners) > _LONERS_KEPT:
+            del self._loners[next(iter(self._loners))]
         if fault.unanswered and since == self._acceptances:
             delay = self._leased.lane.route.retry.delay(row.attempts + 1, self._draw)
             return Failure(row.id, row.attempts, redacted(fault.reason), delay)
-        return self._rejected(row, fault.reason, fault.number or 0)
+        failure = self._rejected(row, fault.reason, fault.number or 0)
+        if failure.retry_after is None:
+            self._loners.pop(row.id)
+        return failure
 
     async def _take_out(self, items: Sequence[_Item], failures: Mapping[int, Failure]) -> list[_Item]:
         """Amend the batch by these failures, each by its number; what is left of it comes back."""
@@ -467,12 +512,9 @@ class Sender:
     async def _without_those_stored(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Ask a numbered destination how far it has come."""
         try:
-            async with self._leased.within():
-                lasts = await self._publisher.open(self._producer, {row.topic for _, row in items})
-        except (OSError, TimeoutError) as error:
+            lasts = await self._open({row.topic for _, row in items})
+        except (OSError, _Bug) as error:
             return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
-        except Exception as error:
-            return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=self._bug(error))
         # Open, then the fenced write, then send: the other order would let a sleeper in.
         await self._leased.amend(())
         self._check_lasts(lasts)
@@ -504,18 +546,25 @@ class Sender:
             return items, None
         found = len(pushed)
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
-            try:
-                outcome = await self._request([self.numbering.message(self._leased.lane, *pushed[-1])])
-            except _Fault as fault:
-                outcome = _no_answer(fault.reason)
+            outcome = None
+            while outcome is None and pushed:
+                try:
+                    outcome = await self._request([self.numbering.message(self._leased.lane, *pushed[-1])])
+                except _Fault as fault:
+                    if fault.unanswered:
+                        outcome = _no_answer(fault.reason)
+                    else:
+                        pushed.pop()  # a bug tells nothing; the message before it may
+            if outcome is None:
+                return items, None
             if not outcome.accepted:
                 return items, _unanswered(outcome)
             if not outcome.duplicates:
                 raise LaneHaltedError(
-                    f"{place} stored message {last} of {self._producer} again, which it said it had: "
-                    "is deduplication on?"
+                    f"{place} stored message {pushed[-1][0]} of {self._producer} again, though it says that its last "
+                    f"one is {last}: is deduplication on?"
                 )
-            found -= 1  # the probe was counted
+            found = len(pushed) - 1  # the probe was counted
         self._report.found_stored(found)
         gone = {number for number, _ in pushed}
         return [item for item in items if item[0] not in gone], None
@@ -529,6 +578,12 @@ class Sender:
             return
         await self._leased.amend([Failure(row.id, row.attempts, None, 0.0) for _, row in await self._left()])
         self.stored = True
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether this task is cancelled, and not just what the transport waited for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _no_answer(reason: str) -> Outcome:

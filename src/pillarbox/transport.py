@@ -236,14 +236,14 @@ class Respells(Protocol):
         ...
 
 
-def contradiction(messages: Sequence[Message], outcome: object, *, numbered: bool = False) -> str | None:
+def contradiction(messages: Sequence[Message], outcome: Any, *, numbered: bool = False) -> str | None:
     """What is wrong with an answer, so that nothing of it may be believed.
 
     What a numbered destination has stored behind something that it did not is believed: else the next who asks how far
     it has come would take both for stored.
     """
-    if not isinstance(outcome, Outcome):
-        return f"send returned {type(outcome).__name__}, not an Outcome"
+    if (wrong := _mistyped(outcome)) is not None:
+        return wrong
     accepted, rejected = {*outcome.accepted}, {rejection.index for rejection in outcome.rejected}
     if len(accepted) != len(outcome.accepted) or len(rejected) != len(outcome.rejected):
         return "its Outcome names a message twice"
@@ -254,6 +254,23 @@ def contradiction(messages: Sequence[Message], outcome: object, *, numbered: boo
     if not (accepted or rejected or outcome.unfinished):
         return "its Outcome says nothing about any message"
     return None if numbered or len(accepted) == len(messages) else _gap(messages, accepted)
+
+
+def _mistyped(outcome: object) -> str | None:
+    if not isinstance(outcome, Outcome):
+        return f"send returned {type(outcome).__name__}, not an Outcome"
+    for name, values, kind in (
+        ("accepted", outcome.accepted, int),
+        ("duplicates", outcome.duplicates, int),
+        ("rejected", outcome.rejected, Rejection),
+        ("rejected", [rejection.index for rejection in outcome.rejected if isinstance(rejection, Rejection)], int),
+        ("rejected", [rejection.reason for rejection in outcome.rejected if isinstance(rejection, Rejection)], str),
+        ("unfinished", () if outcome.unfinished is None else (outcome.unfinished,), Verdict),
+        ("reason", (outcome.reason,), str),
+    ):
+        if not {*map(type, values)} <= {kind} and (odd := [each for each in values if not isinstance(each, kind)]):
+            return f"its Outcome.{name} holds {type(odd[0]).__name__}, not {kind.__name__}"
+    return None
 
 
 def _gap(messages: Sequence[Message], accepted: Collection[int]) -> str | None:

@@ -16,10 +16,10 @@ from pillarbox.errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from pillarbox.fairness import Pace
 from pillarbox.outbox import Batch, Failure, FailurePolicy, Key, Lane, Page, Row, Status
 from pillarbox.sending import LARGE
-from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
+from pillarbox.transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
 from tests.memory.log import MemoryLogStore
 from tests.memory.store import MemoryStore
-from tests.relays import Choosy, World, freeze, in_virtual_time, running, until
+from tests.relays import Broker, Choosy, World, freeze, in_virtual_time, running, until
 
 OPEN = (Status.PENDING, Status.SENDING, Status.RETRYING, Status.PARKED)
 
@@ -418,7 +418,7 @@ class TestLease:
         world.write("a1")
 
         async def slow(_producer: str, _events: str) -> None:
-            await asyncio.sleep(20)
+            await asyncio.sleep(8)
 
         world.broker.before = slow
         async with running(world.relay()):
@@ -563,6 +563,10 @@ WRONG: dict[str, Callable[[Sequence[Message]], Any]] = {
     "says nothing": _answers(lambda _count: Outcome(())),
     "names a message twice": _answers(lambda _count: Outcome([0, 0])),
     "accepts and rejects": _answers(lambda _count: Outcome([0], [Rejection(0, "no")])),
+    "names a fraction": _answers(lambda _count: Outcome([0.0])),  # type: ignore[list-item]
+    "rejects with an error": _answers(lambda _count: Outcome((), [Rejection(0, ValueError())])),  # type: ignore[arg-type]
+    "has a verdict of its own": _answers(lambda _count: Outcome((), unfinished="unknown")),  # type: ignore[arg-type]
+    "gives an error as reason": _answers(lambda _count: Outcome((), (), (), Verdict.UNKNOWN, OSError())),  # type: ignore[arg-type]
     "answers with no indexes": _answers(lambda _count: Outcome(None)),  # type: ignore[arg-type]
 }
 
@@ -691,6 +695,104 @@ class TestBugsOfTransports:
         async with running(world.relay()):
             assert await world.received(2) == "a1 b1"
         assert world.attempts("x1") == 0
+
+    @pytest.mark.parametrize("wrong", ["cancels", "hangs", "refuses another topic", "opens nothing"])
+    def test_h120_a_topic_whose_opening_brings_a_bug_about_holds_up_no_other(self, wrong: str) -> None:
+        class Picky(Broker):
+            async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+                if "strange" not in topics:
+                    return await super().open(producer, topics)
+                if wrong == "cancels":
+                    raise asyncio.CancelledError
+                if wrong == "hangs":
+                    await asyncio.Event().wait()
+                if wrong == "refuses another topic":
+                    raise TopicsRefusedError({"persistent://strange": "no right"})
+                return None  # type: ignore[return-value]
+
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=MemoryLogStore)
+            world.broker = Picky(Capabilities(numbered=True))
+            world.write("x1", topic="strange")
+            world.write("a1 b1")
+            async with running(world.relay()):
+                assert await world.received(2) == "a1 b1"
+            assert world.attempts("x1") == 0
+
+        scenario()
+
+    @pytest.mark.parametrize("refusal", [True, ValueError("too long"), asyncio.CancelledError])
+    def test_h120_what_preflight_must_not_answer_fails_its_event_only(self, refusal: Any) -> None:
+        class Strange(Broker):
+            def preflight(self, message: Message) -> str | None:
+                if message.body != b"x1":
+                    return None
+                if isinstance(refusal, type):
+                    raise refusal
+                answer: str = refusal
+                return answer
+
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=MemoryLogStore)
+            world.broker = Strange()
+            world.write("a1 x1 b1")
+            async with running(world.relay()):
+                assert await world.received(2) == "a1 b1"
+                await until(lambda: world.status("x1") is Status.FAILED)
+
+        scenario()
+
+    @in_virtual_time
+    async def test_a_rejection_without_a_reason_counts(self) -> None:
+        world = World(kind=MemoryLogStore)
+
+        async def reject(_producer: str, events: str) -> Outcome | None:
+            found = events.split()
+            if "x1" not in found:
+                return None
+            at = found.index("x1")
+            return Outcome([index for index in range(len(found)) if index != at], [Rejection(at, "")])
+
+        world.broker.before = reject
+        world.write("a1 x1 b1")
+        async with running(world.relay()):
+            await until(lambda: world.status("x1") is Status.FAILED)
+        assert world.attempts("x1") == 3
+        assert world.statuses(Status.SENT) == "a1 b1"
+
+    @in_virtual_time
+    async def test_h120_a_numbered_event_that_is_stored_before_the_bug_shows_stops_no_other(self) -> None:
+        """What was pushed is asked for by the event before it."""
+        world = World(kind=MemoryLogStore)
+
+        class Late(Buggy):
+            async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+                outcome = await Choosy.send(self, producer, messages)
+                if any(message.body.decode() == self.event for message in messages):
+                    raise ValueError("cannot read the answer")
+                return outcome
+
+        world.broker = Late("x1", _never, numbered=True)
+        world.write("a1 b1 x1")
+        async with running(world.relay()):
+            await until(lambda: world.status("x1") is Status.FAILED)
+            world.write("c1")
+            await until(lambda: world.status("c1") is Status.SENT)
+        assert [world.status(event) for event in ("a1", "b1")] == [Status.SENT] * 2
+
+    @in_virtual_time
+    async def test_h120_a_deadly_batch_with_an_event_that_is_never_answered_goes_on(self) -> None:
+        world = World()
+        world.broker = Buggy("x1", _never)
+        world.write("x1 a1 b1")
+        worker = world.worker(await _after_deaths(world, 3))
+        running = asyncio.ensure_future(worker.run())
+        assert sorted((await world.received(2)).split()) == ["a1", "b1"]
+        await until(lambda: world.status("x1") is Status.RETRYING)
+        worker.stop()
+        await running
 
     @pytest.mark.parametrize("action", ["discard", "redrive"])
     def test_h120_what_people_ask_for_an_event_on_its_way_is_done(self, action: str) -> None:

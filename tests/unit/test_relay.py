@@ -578,7 +578,7 @@ class TestDrain:
         world.store.append(None, [_delivery(route)])
 
         async def take_long(_producer: str, _events: str) -> None:
-            await asyncio.sleep(20)
+            await asyncio.sleep(8)
 
         slow.before = take_long
         publishers = {"broker": world.broker, "slow": slow}
