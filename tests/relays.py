@@ -136,11 +136,13 @@ class World:
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(base=1.0, cap=8.0, attempts=3))
     rows: dict[str, int] = field(default_factory=dict)
     kind: type[MemoryStore] = MemoryStore
+    template: str = TOPIC
+    """Of the topics of the route."""
 
     def __post_init__(self) -> None:
         self.broker = Broker(self.capabilities)
         self.store = self.kind(shards=self.shards)
-        self.route = RouteRecord("orders", "broker", TOPIC, None, self.on_failure, self.retry)
+        self.route = RouteRecord("orders", "broker", self.template, None, self.on_failure, self.retry)
         self.store.register(None, [self.route])
 
     def write(self, events: str, *, tenant: str | None = None, size: int = 0, topic: str = TOPIC) -> None:

@@ -55,6 +55,10 @@ class Detours:
         """Whose turn it is after the lane's own."""
         return next((tenant for tenant in self._waiting if tenant not in held), None)
 
+    def with_rows(self, tenants: Collection[str]) -> frozenset[str]:
+        """Those of the tenants whose detours may have something to send."""
+        return frozenset(tenant for tenant in tenants if tenant in self._waiting)
+
     def revive(self) -> None:
         """Something has happened: what could not be sent may go now."""
         self._waiting |= dict.fromkeys(sorted(self._stuck))

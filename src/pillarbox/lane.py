@@ -88,7 +88,7 @@ class LaneWorker:
     @property
     def trouble(self) -> Trouble | None:
         """What keeps the lane, or a tenant in it, from sending."""
-        if self.breaker.trouble is None and (place := self._rejections.blocked(self.lane.name)) is not None:
+        if self.breaker.trouble is None and (place := self._rejections.next_to_probe(self.lane.name)) is not None:
             wait = max(0.0, place.next_probe - clock.current().monotonic())
             return Trouble(f"{place} {REJECTS_EVERYTHING}: {place.reason}", wait)
         return self.breaker.trouble
@@ -170,26 +170,29 @@ class LaneWorker:
         """
         if owed := self._rejections.owed(self.lane):
             await self._announce(Batch(failures=owed))
+            self._rejections.paid(self.lane, owed)
         if rested := self._detours.rested(self.pace):
             await self._settle()
             await self._leased.join(rested)
             self._detours.joined(self.lane.detours or ())
-        more = await self._serve(None)
+        elsewhere = self._detours.with_rows(self._rejections.probed_elsewhere(self.lane))
+        more = await self._serve(None, elsewhere)
         detour = self._detours.next(self._held)
         scan_exhausted = self._scan_exhausted and more  # then whoever is behind it has waited long enough
         if detour is not None and not scan_exhausted and (self._sender.stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
             self._alarm.set(rest)
-        place, now = self._rejections.blocked(self.lane.name), clock.current().monotonic()
+        place, now = self._rejections.next_to_probe(self.lane.name), clock.current().monotonic()
         if place is not None and place.next_probe > now:  # else it has nothing that may be sent now
             self._alarm.set(place.next_probe - now)
         return more or self._detours.next(self._held) is not None
 
-    async def _serve(self, detour: str | None) -> bool:
+    async def _serve(self, detour: str | None, without: frozenset[str] = frozenset()) -> bool:
         """One batch of the lane, or of a detour. False if there is nothing more in it for now."""
         limit = self._limit if detour is None else self._detours.quantum(self._limit)
-        page = await self._leased.poll(limit=limit, max_bytes=self.pace.max_bytes, paused=self._held, detour=detour)
+        held = self._held | without
+        page = await self._leased.poll(limit=limit, max_bytes=self.pace.max_bytes, paused=held, detour=detour)
         if detour is None:
             self._scan_exhausted = page.scan_exhausted
         if page.requests:  # first, and alone: they may be about rows of this very page
@@ -286,6 +289,10 @@ class LaneWorker:
         except (Exception, asyncio.CancelledError):  # a bug of `preflight`, which the sender can name
             plan = make_plan(page, self.lane, self._sender.preflight, self._sender.failed)
         items = self._rejections.filter_blocked(self.lane, plan.items)
+        if len(items) < len(plan.items):
+            free = {row.id for row in items}
+            rest = [row for row in plan.items if row.id not in free]
+            plan.set_aside(self._rejections.put_off(self.lane, rest, {row.id for row in page.fresh}))
         items, again = self._rates.within(items, self.pace)
         if again is not None:
             self._alarm.set(again)

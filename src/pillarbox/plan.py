@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from .outbox import Failure, FailurePolicy, Key, Lane, Page, Row
-from .redaction import redacted
-from .rejections import PROBES
 from .transport import Message
 
 
@@ -27,7 +25,7 @@ class Plan:
     """The rows that preflight refused, whatever became of their failures."""
     parked: list[int] = field(default_factory=list)
     cut: bool = False
-    """Some of what was found may not go now."""
+    """Some rows of the page must wait."""
     stops: bool = False
     """Fresh rows are among it: the page is not passed."""
 
@@ -53,18 +51,18 @@ class Plan:
             self.failures = [failure for failure in self.failures if failure.row not in behind]
             self.parked = [parked for parked in self.parked if parked not in behind]
 
-    def set_aside(self, reasons: Mapping[str, str]) -> None:
-        """Leave out what goes to topics that cannot be opened, for these reasons. No attempt is counted: it is not the
-        messages' fault.
-        """
+    def set_aside(self, failures: Mapping[int, Failure]) -> None:
+        """Leave these items out, by their ids. What is behind one of them in its key waits with it."""
+        if not failures:
+            return
         items, self.items, stopped = self.items, [], set[Key]()
         self.messages.clear()
         for row in items:
             if row.order_key in stopped:
                 self.parked.append(row.id)
-            elif row.topic in reasons:
+            elif (failure := failures.get(row.id)) is not None:
                 stopped.add(row.order_key)
-                self.failures.append(Failure(row.id, row.attempts, redacted(reasons[row.topic]), PROBES.cap))
+                self.failures.append(failure)
             else:
                 self.items.append(row)
 

@@ -16,6 +16,7 @@ message that was rejected before while its place accepted others. Those are the 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -39,7 +40,13 @@ _PROBES_A_STEP = 20
 STANDSTILL_SECONDS = 30.0
 """A topic that accepts nothing, and rejects, for longer than this is unhealthy."""
 FORGOTTEN_SECONDS = 2 * PROBES.cap
+"""A place that has met no message for so long has none."""
+CANDIDATES = 100
+"""So many rows of a blocked place are at hand for its next probe; those beyond are put off."""
+MOST_PUT_OFF = 10_000
+"""A lane with so many keys that wait leaves rows to blocked places where they are: they hold up what is behind them."""
 _KEYS_KEPT = 1_000
+_ROWS_KEPT = 1_000
 _TOPICS_KEPT = 10_000
 
 Accepted = Collection[tuple[str, str | None]]
@@ -80,13 +87,15 @@ class Place:
     keys: dict[Key, int] = field(default_factory=dict)
     """How often each was rejected; the one that was rejected last is last."""
     attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
-    """Per lane the rejected rows, with the attempts that they had before."""
+    """Per lane the rejected rows, with the attempts that they had before; once it is blocked, the rows put off."""
     lanes: set[LaneName] = field(default_factory=set)
     """The lanes that have met the place since it was blocked, or had a rejection there."""
     blocked: bool = False
     reason: str = ""
     probes: int = 0
     next_probe: float = 0.0
+    met_at: float = 0.0
+    """When it last had a message."""
 
     def __str__(self) -> str:
         return str(self.topic) if self.tenant is None else f"{self.topic} of tenant {self.tenant}"
@@ -105,12 +114,13 @@ class Rejections:
         """The blocked places of each lane. Empty as long as all is well, so that a turn costs nothing."""
         self._owed: dict[LaneName, dict[int, int]] = {}
         """The attempts that lanes have to give back."""
-        self._bugs: set[tuple[str, str, int]] = set()
+        self._bugs: set[tuple[str, str, str, int]] = set()
+        self._swept_at = 0.0
 
     # -- what requests bring -------------------------------------------------------------------------------------------
 
     def accepted(self, lane: Lane, messages: Sequence[Message], indexes: Collection[int]) -> None:
-        """The destination has accepted these: what it rejected before was rejected for its own sake."""
+        """The destination has accepted these: what it rejected before was rejected through its own fault."""
         for name in {messages[index].topic for index in indexes}:
             topic = self._topic(lane, name)
             topic.has_accepted = True
@@ -139,10 +149,16 @@ class Rejections:
         if place.blocked:
             if topic.rejects_since is None:
                 topic.rejects_since = clock.current().monotonic()
-            return self._owed.get(lane.name, {}).pop(row.id, row.attempts)
-        place.attempts.setdefault(lane.name, {}).setdefault(row.id, row.attempts)
+            attempts = self._owed.get(lane.name, {}).pop(row.id, row.attempts)
+            _remember(place, lane.name, row.id, attempts, MOST_PUT_OFF)
+            return attempts
+        _remember(place, lane.name, row.id, row.attempts, _ROWS_KEPT)
         self._judge(place)
-        return self._owed[lane.name].pop(row.id) if place.blocked else None
+        if not place.blocked:
+            return None
+        attempts = self._owed[lane.name].pop(row.id)
+        _remember(place, lane.name, row.id, attempts, MOST_PUT_OFF)
+        return attempts
 
     def _judge(self, place: Place) -> None:
         topic = place.topic
@@ -182,6 +198,9 @@ class Rejections:
             if place.blocked and not was_blocked:
                 logger.warning("%s accepts messages again", place, extra=_fields(telemetry.LOG_TAKES, place))
             topic.longest_run = max(topic.longest_run, min(len(place.keys), MOST_KEYS))
+            if place.blocked:  # what was put off may go now
+                for name, rows in place.attempts.items():
+                    self._owed.setdefault(name, {}).update(rows)
             self._forget(place)
 
     # -- what lanes ask ------------------------------------------------------------------------------------------------
@@ -208,9 +227,30 @@ class Rejections:
                 held.add(row.order_key)
         return free
 
+    def put_off(self, lane: Lane, rows: Sequence[Row], fresh: Collection[int]) -> dict[int, Failure]:
+        """What becomes of rows that may not go, of a page with these: a lane whose deliveries go to several places must
+        come to what is behind them. Those that are to be probed next are at hand.
+        """
+        if not self._blocked or len(lane.waiting) >= MOST_PUT_OFF:
+            return {}
+        places = [self._blocked_place(lane, row) for row in rows]
+        is_mixed = None in places or _has_many_topics(lane)
+        found: Counter[Place] = Counter()
+        failures: dict[int, Failure] = {}
+        for row, place in zip(rows, places, strict=True):
+            if place is None:
+                failures[row.id] = Failure(row.id, row.attempts, None, 0.0)  # it is behind one of its key
+                continue
+            found[place] += 1
+            is_near = found[place] <= CANDIDATES
+            if (is_mixed and row.id in fresh) or not is_near:
+                _remember(place, lane.name, row.id, row.attempts, MOST_PUT_OFF)
+                failures[row.id] = Failure(row.id, row.attempts, None, 0.0 if is_near else PROBES.cap)
+        return failures
+
     def held(self, lane: Lane) -> frozenset[str]:
         """Tenants of blocked places that are not due for a probe."""
-        if lane.name not in self._blocked:
+        if lane.name not in self._blocked or (_has_many_topics(lane) and len(lane.waiting) < MOST_PUT_OFF):
             return frozenset()
         now = clock.current().monotonic()
         return frozenset(
@@ -221,23 +261,33 @@ class Rejections:
         """Whether the row goes to a blocked place."""
         return bool(self._blocked) and self._blocked_place(lane, row) is not None
 
-    def blocked(self, lane: LaneName) -> Place | None:
-        """The blocked place of the lane that is to be probed first. One that nobody has probed in its time has no more
-        messages, and is forgotten.
+    def probed_elsewhere(self, lane: Lane) -> frozenset[str]:
+        """Tenants of blocked places whose next probe, if they have a detour, comes from there: every second one. What
+        failed before is in the lane itself, and the good keys may be in the detour.
         """
-        if lane not in self._blocked:
-            return None
+        return frozenset(
+            place.tenant for place in self._blocked.get(lane.name, ()) if place.tenant is not None and place.probes % 2
+        )
+
+    def next_to_probe(self, lane: LaneName) -> Place | None:
+        """The blocked place of the lane that is to be probed first."""
         gone = clock.current().monotonic() - FORGOTTEN_SECONDS
-        for place in [place for place in self._blocked[lane] if place.next_probe < gone]:
-            del place.topic.places[place.tenant]
-            self._forget(place)
-        return min(self._blocked.get(lane, ()), key=attrgetter("next_probe"), default=None)
+        alive = [place for place in (*self._blocked.get(lane, ()),) if place.next_probe >= gone]
+        return min(alive, key=attrgetter("next_probe"), default=None)
 
     def owed(self, lane: Lane) -> list[Failure]:
-        """Give these rows the attempts back that were counted before it was clear whose fault it is. They are named
-        once only.
+        """Give these rows the attempts back that were counted before it was clear whose fault it is, and let those go
+        that were put off. `paid` says that it is done.
         """
-        return [Failure(row, attempts, None, 0.0) for row, attempts in self._owed.pop(lane.name, {}).items()]
+        return [Failure(row, attempts, None, 0.0) for row, attempts in self._owed.get(lane.name, {}).items()]
+
+    def paid(self, lane: Lane, failures: Iterable[Failure]) -> None:
+        """The store has these."""
+        owed = self._owed.get(lane.name, {})
+        for failure in failures:
+            owed.pop(failure.row, None)
+        if not owed:
+            self._owed.pop(lane.name, None)
 
     def forget(self, lane: LaneName) -> None:
         """The relay does not own the lane any more. What no lane is left of is forgotten."""
@@ -249,8 +299,7 @@ class Rejections:
                 place.attempts.pop(lane, None)
                 if not place.lanes:
                     del topic.places[place.tenant]
-            if not topic.places:
-                topic.blocked, topic.rejects_since = False, None
+            _tidy(topic)
 
     def is_new_bug(self, lane: Lane, found: BaseException | str) -> bool:
         """Whether this relay has not yet seen such a bug of the destination: an error of this type from this line, or
@@ -260,13 +309,14 @@ class Rejections:
         while line is not None and line.tb_next is not None:
             line = line.tb_next
         kind = type(found).__qualname__ if isinstance(found, BaseException) else found
-        bug = lane.route.destination, kind, 0 if line is None else line.tb_lineno
+        where = ("", 0) if line is None else (line.tb_frame.f_code.co_filename, line.tb_lineno)
+        bug = lane.route.destination, kind, *where
         is_new = bug not in self._bugs
         self._bugs.add(bug)
         return is_new
 
     def standing(self) -> list[str]:
-        """The topics that have only been rejecting for a while."""
+        """The topics that have accepted nothing for a while."""
         until = clock.current().monotonic() - STANDSTILL_SECONDS
         return [
             str(topic)
@@ -286,10 +336,27 @@ class Rejections:
 
     def _place(self, topic: Topic, tenant: str | None) -> Place:
         """In a topic that is blocked as a whole, a new place is blocked, too, and may be probed at once."""
+        now = clock.current().monotonic()
         if (place := topic.places.get(tenant)) is None:
-            now = clock.current().monotonic()
+            self._sweep(now)
             place = topic.places[tenant] = Place(topic, tenant, blocked=topic.blocked, next_probe=now)
+        place.met_at = now
         return place
+
+    def _sweep(self, now: float) -> None:
+        """Forget the places that have no more messages."""
+        if now - self._swept_at < FORGOTTEN_SECONDS:
+            return
+        self._swept_at = now
+        for topic in self._topics.values():
+            for place in [
+                place
+                for place in topic.places.values()
+                if max(place.met_at, place.next_probe) < now - FORGOTTEN_SECONDS
+            ]:
+                del topic.places[place.tenant]
+                self._forget(place)
+            _tidy(topic)
 
     def _meet(self, lane: LaneName, place: Place) -> None:
         place.lanes.add(lane)
@@ -333,6 +400,25 @@ def _choose(place: Place, rows: Iterable[Row]) -> Row:
     """The first row of a key that was not tried, else the one that was tried longest ago."""
     tried = {key: number for number, key in enumerate(place.keys)}
     return min(rows, key=lambda row: tried.get(row.order_key, -1))
+
+
+def _has_many_topics(lane: Lane) -> bool:
+    """Whether the deliveries of a tenant in this lane go to several topics."""
+    return "{aggregate}" in lane.route.topic
+
+
+def _remember(place: Place, lane: LaneName, row: int, attempts: int, most: int) -> None:
+    rows = place.attempts.setdefault(lane, {})
+    rows.setdefault(row, attempts)
+    if len(rows) > most:
+        del rows[next(iter(rows))]
+
+
+def _tidy(topic: Topic) -> None:
+    if not any(place.blocked for place in topic.places.values()):
+        topic.blocked, topic.rejects_since = False, None
+    if not topic.places:
+        topic.keys.clear()
 
 
 def _count(keys: dict[Key, int], key: Key) -> None:

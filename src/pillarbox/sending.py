@@ -226,7 +226,13 @@ class Sender:
         raise _Bug(self._bug(f"open returned {type(lasts).__name__}, not the last number of each topic"))
 
     def _leave_out(self, plan: Plan, reasons: Mapping[str, str]) -> None:
-        plan.set_aside(reasons)
+        plan.set_aside(
+            {
+                row.id: Failure(row.id, row.attempts, redacted(reasons[row.topic]), PROBES.cap)
+                for row in plan.items
+                if row.topic in reasons
+            }
+        )
         for topic, reason in reasons.items():
             self._report.topic_refused(topic, redacted(reason))
 

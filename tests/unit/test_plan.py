@@ -9,7 +9,6 @@ import pytest
 from pillarbox.cursor import Cursor
 from pillarbox.outbox import Failure, FailurePolicy, Key, Lane, Page, RouteRecord, Row
 from pillarbox.plan import Plan, make_plan
-from pillarbox.rejections import PROBES
 from pillarbox.transport import Message
 from tests.relays import TOPIC
 
@@ -74,9 +73,9 @@ def test_nothing_is_cut_if_all_may_go() -> None:
 def test_a_topic_that_cannot_be_opened_costs_no_attempt_and_holds_up_no_other_key() -> None:
     page = Page((), (*rows("a1"), *rows("b2", topic="closed"), *rows("b3 c4")))
     plan = planned(page, lane())
-    plan.set_aside({"closed": "no such right"})
+    plan.set_aside({2: Failure(2, 0, "no such right", 30.0)})
     assert ids(plan) == ([1, 4], [2], [3])
-    assert plan.failures == [Failure(2, 0, "no such right", PROBES.cap)]
+    assert plan.failures == [Failure(2, 0, "no such right", 30.0)]
     assert plan.messages == []
 
 

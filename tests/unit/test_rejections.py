@@ -124,7 +124,7 @@ class TestJudgement:
         behind = row(5, key="k4", topic="another")
         free = rejections.filter_blocked(lane(), [row(4), behind, row(6, topic="another")])
         assert [it.id for it in free] == [6]
-        place = rejections.blocked(lane().name)
+        place = rejections.next_to_probe(lane().name)
         assert str(place) == f"broker {TOPIC}"
 
     def test_the_key_of_another_tenant_is_another_key(self) -> None:
@@ -147,9 +147,9 @@ class TestJudgement:
     async def test_a_place_that_has_no_more_messages_is_forgotten(self) -> None:
         rejections = Rejections(half)
         reject(rejections, map(row, range(FEW_KEYS)))
-        assert rejections.blocked(lane().name) is not None
+        assert rejections.next_to_probe(lane().name) is not None
         freeze(FORGOTTEN_SECONDS + 1)
-        assert rejections.blocked(lane().name) is None
+        assert rejections.next_to_probe(lane().name) is None
         rejections.forget(lane().name)
         assert not rejections.standing()
 
@@ -326,6 +326,53 @@ class TestShares:
                     await until(lambda: len(world.statuses(Status.FAILED).split()) == bad)
             copies = " ".join(world.broker.requests).split()
             assert max(copies.count(event) for event in world.rows if event[0] == "a") == 1
+
+        scenario()
+
+    @pytest.mark.parametrize("tenant", [None, "t"])
+    @pytest.mark.parametrize("kind", [MemoryStore, MemoryLogStore])
+    def test_h119_good_keys_behind_bad_ones_are_found(self, kind: type[MemoryStore], tenant: str | None) -> None:
+        """In a log the tenant has a detour: what failed before is in the lane itself, and what is fresh is not."""
+
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=kind)
+            world.broker.reject(lambda message: message.body.startswith(b"z"))
+            async with running(world.relay()):
+                world.write(words("z", 30), tenant=tenant)
+                await asyncio.sleep(60)
+                world.write(words("zz", 60), tenant=tenant)
+                world.write(words("a", 20), tenant=tenant)
+                before = clock.current().monotonic()
+                await world.received(20)
+                assert clock.current().monotonic() - before < 600
+
+        scenario()
+
+    @pytest.mark.parametrize("ahead", [10, 600])
+    @pytest.mark.parametrize("tenants", [(None, None), ("t", "t"), (None, "t"), ("t", None), ("t", "u")])
+    @pytest.mark.parametrize("kind", [MemoryStore, MemoryLogStore])
+    def test_h118_a_topic_that_rejects_everything_holds_up_no_other_one_of_the_lane(
+        self, kind: type[MemoryStore], tenants: tuple[str | None, str | None], ahead: int
+    ) -> None:
+        bad, good = tenants
+
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=kind, template="{aggregate}")
+            world.broker.reject(lambda message: message.topic == "bad")
+            async with running(world.relay()):
+                world.write(words("z", 4), topic="bad", tenant=bad)
+                await asyncio.sleep(100)  # it is probed seldom by now
+                world.write(words("y", ahead), topic="bad", tenant=bad)
+                world.write(words("a", 20), tenant=good)
+                before = clock.current().monotonic()
+                await world.received(20)
+                assert clock.current().monotonic() - before < 5
+                assert {world.attempts(event) for event in world.rows if event[0] in "yz"} == {0}
+                world.broker.stop_rejecting()
+                await world.broker.received("bad", 4 + ahead)
+                assert clock.current().monotonic() - before < 70, "what was put off goes as soon as it may"
 
         scenario()
 
