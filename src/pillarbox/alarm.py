@@ -22,7 +22,10 @@ class Alarm:
     def set(self, seconds: float) -> None:
         """Ring after so many seconds, never before; unless it rings earlier anyway."""
         loop = asyncio.get_running_loop()
-        deadline = math.ceil((loop.time() + seconds) * 1000) / 1000  # uvloop would round down, too
+        due = loop.time() + seconds
+        deadline = math.ceil(due * 1000) / 1000  # uvloop would round down
+        if deadline < due:  # the product was rounded down
+            deadline += 0.001
         if deadline < self._deadline:
             self.cancel()
             self._deadline, self._handle = deadline, loop.call_at(deadline, self._due)

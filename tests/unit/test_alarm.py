@@ -57,6 +57,14 @@ async def test_h129_a_handle_that_is_no_timer_is_replaced_and_kept_like_any_othe
 
 
 @in_virtual_time
+async def test_it_never_rings_too_early_by_the_last_digit_of_a_moment() -> None:
+    bell, due = Bell(), 1023.2860000000001
+    await asyncio.sleep(20)
+    bell.alarm.set(due - asyncio.get_running_loop().time())
+    assert due <= await bell.heard() < due + 0.002
+
+
+@in_virtual_time
 async def test_the_earliest_of_several_moments_counts() -> None:
     bell, began = Bell(), asyncio.get_running_loop().time()
     for seconds in (5.0, 2.0, 3.0):
