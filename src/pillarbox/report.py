@@ -6,6 +6,7 @@ cost nothing while nobody listens.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from bisect import bisect_left
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from . import clock, telemetry
-from .outbox import Lane, NewRows, Row
+from .outbox import BUS, Lane, NewRows, Row
 from .redaction import redacted
 from .telemetry import Activity, Signals, trace_id
 from .transport import Message, Outcome, Verdict
@@ -23,6 +24,7 @@ from .transport import Message, Outcome, Verdict
 logger = logging.getLogger("pillarbox")
 
 BUG = "bug in transport"
+HANDLER_BUG = "bug in handler"
 Tell = Callable[[Outcome], None]
 
 
@@ -54,6 +56,8 @@ class Report:
         self._topic = lane.route.topic
         self._route = (lane.route.name,)
         self._way = (lane.route.name, lane.route.destination)
+        local = lane.route.destination == BUS
+        self._bug = f"{HANDLER_BUG} {self._topic}" if local else f"{BUG} {lane.route.destination}"
         self._refused: dict[str, str] = {}
         if signals:  # a counter that is not there before it first rises is seen to rise by nobody
             for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD, telemetry.FORGOTTEN):
@@ -173,6 +177,11 @@ class Report:
                 "%s: %s cannot be opened, and what goes there waits: %s", self._lane, topic, reason, extra=extra
             )
 
+    def topic_opened(self, topics: Collection[str]) -> None:
+        """These are open: the next time that one of them cannot be opened is told again."""
+        for topic in self._refused.keys() & topics:
+            del self._refused[topic]
+
     def forgotten(self, place: str, last: int, reached: int) -> None:
         """The destination does not know any more what it has stored: what is announced may arrive twice."""
         if self._signals:
@@ -189,18 +198,12 @@ class Report:
         logged the first time only.
         """
         error = found if isinstance(found, BaseException) else None
-        what = found if error is None else f"{type(error).__name__}: {error}"
-        said = f"{BUG} {self._way[1]}: {redacted(str(what))}"
+        said = f"{self._bug}: {redacted(found) if isinstance(found, str) else described(found)}"
         if self._signals:
             self._signals.count(telemetry.UNFINISHED, (*self._way, "bug"))
         extra = self._of_lane(telemetry.LOG_TRANSPORT_BUG, reason=said)
-        # Not as exc_info: a formatter would print what the error says, which may hold secrets.
-        frames = traceback.extract_tb(error.__traceback__) if first and error is not None else []
-        lines = [
-            f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {redacted(frame.line or '')}" for frame in frames
-        ]
-        level = logging.ERROR if first else logging.DEBUG
-        logger.log(level, "%s: %s%s", self._lane, said, "".join(lines), extra=extra)
+        where = traceback_of(error) if first and error is not None else ""
+        logger.log(logging.ERROR if first else logging.DEBUG, "%s: %s%s", self._lane, said, where, extra=extra)
         return said
 
     def parted(self, tenants: Collection[str]) -> None:
@@ -231,6 +234,25 @@ class Report:
             attempts=attempts,
             reason=reason,
         )
+
+
+def described(error: BaseException) -> str:
+    """The type of an error and what it says, without secrets. Its text may be missing, or raise an error itself."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be read"
+    if not text and isinstance(error, asyncio.CancelledError):
+        text = "what the transport waited for was cancelled"
+    return redacted(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Where it was raised. A formatter, given the error, would print what it says, which may hold secrets."""
+    return "".join(
+        f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {redacted(frame.line or '')}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def count_new(signals: Signals, rows: NewRows, routes: Mapping[int, str]) -> None:
