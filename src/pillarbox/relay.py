@@ -174,6 +174,8 @@ class Relay:
         return self._run(self._stops)
 
     async def _run(self, stops: int) -> None:
+        if self._stops != stops:
+            return  # its box may have closed everything by now
         if self._shares_connection:
             raise ConfigurationError(
                 "an in-memory SQLite has one connection, and a relay beside the service would commit the service's "

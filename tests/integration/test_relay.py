@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from uuid import UUID, uuid4
@@ -310,6 +311,17 @@ async def test_h128_a_relay_runs_again_after_its_box_was_stopped(sqlite_database
         async with running(relay):
             await received(box, 1)
     await engine.dispose()
+
+
+async def test_a_box_that_stops_before_its_relay_began_leaves_no_connection(sqlite_database: Database) -> None:
+    async with order_box(sqlite_database.url()) as box:
+        await set_up(box)
+    before = threading.active_count()  # a connection to SQLite has a thread
+    async with box:
+        relay = box.relay()
+        running = asyncio.create_task(relay.run())
+    await running
+    await soon(lambda: threading.active_count() <= before)
 
 
 async def test_run_once_and_drain_say_what_they_did(box: Pillarbox) -> None:

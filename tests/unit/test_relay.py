@@ -307,8 +307,10 @@ class TestLeases:
                 assert clock.current().monotonic() - came_at < 1.0
 
     @in_virtual_time
-    async def test_a_relay_that_is_stopped_before_it_ran_does_not_run(self) -> None:
-        relay = World().relay()
+    async def test_a_relay_that_is_stopped_before_it_ran_does_not_touch_its_store(self) -> None:
+        line = Line(World().store)
+        line.cut()
+        relay = World().relay(store=line)
         task = asyncio.ensure_future(relay.run())
         relay.stop()
         async with asyncio.timeout(5):
