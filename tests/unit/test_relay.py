@@ -575,7 +575,7 @@ class TestDrain:
         world = World(shards=8)
         world.write(KEYS)
         world.broker.go_away()
-        slow, route = Broker(), RouteRecord("slow", "slow", "slow.events")
+        slow, route = Broker(Capabilities(timeout=None)), RouteRecord("slow", "slow", "slow.events")
         world.store.register(None, [route])
         world.store.append(None, [_delivery(route)])
 
