@@ -64,6 +64,7 @@ logger = logging.getLogger("pillarbox")
 
 APART_SECONDS = 60.0
 """What a small transaction of ours may take: a connection may be dead and not say so."""
+_NOT_STARTED = "the box is not started: use `async with box:`, or await box.start()"
 PROJECTED_AT_ONCE = 500
 """Events of a projection that share a transaction, unless another number is said."""
 
@@ -165,6 +166,8 @@ class Pillarbox:
                 self._embedded = EmbeddedPostgres()
                 await asyncio.to_thread(self._embedded.start)
                 self._use(engine_for(self._embedded.url))
+                if self._relay_engine is not None and self._relay_engine.url != self.engine.url:
+                    self._relay_engine = None  # its server may have a new address each time
             else:
                 self._use(engine_for(str(self._given)))
         if self._row_security:
@@ -184,16 +187,16 @@ class Pillarbox:
         for worker in workers:
             worker.stop()
             await worker.finished()
+        self._started = False
         for name, transport in self.transports.items():
             try:
                 await transport.close()
             except Exception:
                 logger.exception("transports[%r] cannot be closed", name)
         await self.doorbell.close()
-        self._started = False
         if self._relay_engine is not None and self._relay_engine is not self._engine:
             await self._relay_engine.dispose()
-        if self._given is None or self._relay_engine is self._engine:
+        if self._relay_engine is self._engine:
             self._relay_engine = None  # any other is kept: its relays may run again when the box is started again
         if self._engine is not None and self._engine is not self._given:
             await self._engine.dispose()
@@ -218,12 +221,17 @@ class Pillarbox:
                 "start the box in each worker, in the application's lifespan, and not when modules are imported"
             )
 
+    def _check_started(self) -> None:
+        self._check_process()
+        if not self._started:
+            raise SessionError(_NOT_STARTED)
+
     @property
     def engine(self) -> AsyncEngine:
         """The engine that the box works with."""
         self._check_process()
         if self._engine is None:
-            raise SessionError("the box is not started: use `async with box:`, or await box.start()")
+            raise SessionError(_NOT_STARTED)
         return self._engine
 
     @property
@@ -542,7 +550,7 @@ class Pillarbox:
         source: Literal["cursor", "cdc"] = "cursor",
         slot: str | None = None,
     ) -> Relay:
-        self._use_in_this_process()
+        self._check_started()
         if self._relay_engine is None:
             self._relay_engine = with_own_pool(self.engine)
             self._outbox.configure_transactions(self._relay_engine.sync_engine)
@@ -563,9 +571,15 @@ class Pillarbox:
             feed=feed,
             shares_connection=self._relay_engine is self._engine,
             signals=self.signals,
+            check_usable=partial(self._check_relay, self._relay_engine),
         )
         self._relays.add(relay)
         return relay
+
+    def _check_relay(self, engine: AsyncEngine) -> None:
+        self._check_started()
+        if engine not in (self._relay_engine, self._engine):
+            raise SessionError("this relay was made before the box was started again: make another with box.relay()")
 
     def decode(self, message: Message | Row) -> object:
         """The event in a message."""

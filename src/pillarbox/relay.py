@@ -123,6 +123,7 @@ class Relay:
         draw: Callable[[], float] = random.random,
         shares_connection: bool = False,
         signals: Signals = SILENT,
+        check_usable: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name or relay_name()
         self.counts = Counts()
@@ -142,6 +143,7 @@ class Relay:
         self._draw = draw
         self._shares_connection = shares_connection
         self._signals = signals
+        self._check_usable = check_usable
         self._rejections = Rejections(draw, self._heard)
         self._acknowledged: dict[LaneName, Acknowledged] = {}
         """What is known of the batches of lanes that were lost, in case they come back."""
@@ -176,6 +178,11 @@ class Relay:
     async def _run(self, stops: int) -> None:
         if self._stops != stops:
             return  # its box may have closed everything by now
+        self._check_usable()
+        if not self._finished.is_set():
+            raise ConfigurationError(
+                f"relay {self.name} runs already: for a second one beside it, make another with box.relay()"
+            )
         if self._shares_connection:
             raise ConfigurationError(
                 "an in-memory SQLite has one connection, and a relay beside the service would commit the service's "
@@ -223,6 +230,7 @@ class Relay:
 
     async def run_once(self) -> Counts:
         """Take every lane that is free, take one turn of each, and let them go; what was done comes back."""
+        self._check_usable()
         before = Counts(**asdict(self.counts))
         try:
             census = await self._attend_once()
@@ -240,6 +248,7 @@ class Relay:
         Leases of relays that have died are waited out. What is parked, dead, paused or due later is not waited for, nor
         is a destination that is away.
         """
+        self._check_usable()
         before = Counts(**asdict(self.counts))
         try:
             await self._drain()

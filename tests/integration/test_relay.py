@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, event, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import Pillarbox, RetryPolicy, Route, clock
+from pillarbox.errors import SessionError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LaneWorker
 from pillarbox.outbox import Batch, Failure, Status
@@ -33,7 +34,7 @@ from tests.copies import TOPIC as COPIES
 from tests.copies import outbox
 from tests.domain import Order, set_up, written
 from tests.relays import Line, half, running, soon
-from tests.servers import Database, Postgres
+from tests.servers import Database, Postgres, Server, Servers
 
 TOPIC = "tests.order.events"
 ANNA = Author("anna@office")
@@ -56,7 +57,7 @@ async def box(engine: AsyncEngine) -> AsyncIterator[Pillarbox]:
         yield box
 
 
-def order_box(engine: AsyncEngine | str, broker: MemoryTransport | None = None) -> Pillarbox:
+def order_box(engine: AsyncEngine | str | None, broker: MemoryTransport | None = None) -> Pillarbox:
     retry = RetryPolicy(base=0.05, cap=0.1, attempts=2)
     route = Route("tests.order.*", to="broker", topic=TOPIC, retry=retry)
     return Pillarbox(engine, transports={"broker": broker or MemoryTransport()}, routes=[route])
@@ -311,6 +312,46 @@ async def test_h128_a_relay_runs_again_after_its_box_was_stopped(sqlite_database
         async with running(relay):
             await received(box, 1)
     await engine.dispose()
+
+
+@pytest.mark.parametrize("given", ["an engine", "a URL"])
+async def test_a_relay_needs_a_box_that_is_started(sqlite_database: Database, given: str) -> None:
+    engine = create_async_engine(sqlite_database.url())
+    await _needs_its_box(order_box(engine if given == "an engine" else sqlite_database.url()))
+    await engine.dispose()
+
+
+async def test_a_relay_on_the_embedded_postgresql_needs_its_box_and_runs_again_while_the_address_is_the_same(
+    servers: Servers, use_server: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server("embedded")
+    monkeypatch.setenv("PILLARBOX_HOME", str(servers.folder / "relays"))
+    box = order_box(None)
+    relay = await _needs_its_box(box)
+    async with box:
+        await place(box)
+        async with running(relay):
+            await received(box, 1)
+    monkeypatch.setattr("pillarbox.embedded._SOCKET_PATH_LIMIT", 0)  # from now on each start has another address
+    async with box:
+        with pytest.raises(SessionError, match=r"make another with box.relay\(\)"):
+            await relay.drain()
+        await box.relay().drain()
+
+
+async def _needs_its_box(box: Pillarbox) -> Relay:
+    with pytest.raises(SessionError, match="the box is not started"):
+        box.relay()
+    async with box:
+        await set_up(box)
+        relay = box.relay()
+        await relay.drain()
+    for work in (relay.run, relay.drain, relay.run_once):
+        with pytest.raises(SessionError, match="the box is not started"):
+            await work()
+    with pytest.raises(SessionError, match="the box is not started"):
+        box.relay()
+    return relay
 
 
 async def test_a_box_that_stops_before_its_relay_began_leaves_no_connection(sqlite_database: Database) -> None:

@@ -327,6 +327,17 @@ class TestLeases:
             await until(lambda: world.status("a1") is Status.SENT)
 
     @in_virtual_time
+    async def test_a_relay_that_runs_is_not_run_a_second_time(self) -> None:
+        world = World()
+        relay = world.relay()
+        async with running(relay):
+            await until(lambda: owners(world) == {"r1": 1})
+            with pytest.raises(ConfigurationError, match="relay r1 runs already"):
+                await relay.run()
+            world.write("a1")
+            await until(lambda: world.status("a1") is Status.SENT)
+
+    @in_virtual_time
     async def test_a_relay_can_run_again(self) -> None:
         world = World()
         relay = world.relay()
