@@ -31,7 +31,7 @@ from .lane import LaneWorker
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, shard_of
 from .redaction import redacted
 from .rejections import Rejections
-from .report import Counts
+from .report import Counts, described
 from .sending import Acknowledged
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher
@@ -315,8 +315,8 @@ class Relay:
             if self._reachable:
                 logger.warning(
                     "relay %s: the outbox cannot be reached: %s",
-                    *(self.name, _said(error)),
-                    extra=self._fields(telemetry.LOG_UNREACHABLE, reason=_said(error)),
+                    *(self.name, described(error)),
+                    extra=self._fields(telemetry.LOG_UNREACHABLE, reason=described(error)),
                 )
             logger.debug("relay %s: the outbox cannot be reached", self.name, exc_info=True)
             self._reachable = False
@@ -459,12 +459,14 @@ class Relay:
             logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  says it all
             # We keep it: whoever took it would run into the same wall.
             await worker.breaker.halt(redacted(str(halted)))
-        except Exception as error:
-            extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, _said(error))
-            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, _said(error), extra=extra)
+        except BaseException as error:
+            if _ends_task(error):
+                raise
+            extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, described(error))
+            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, described(error), extra=extra)
             logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
             self._stumbles[name] = self._stumbles.get(name, 0) + 1
-            why = f"the outbox or the transport failed: {_said(error)}"
+            why = f"the outbox or the transport failed: {described(error)}"
             await worker.breaker.wait(RESTS.delay(self._stumbles[name], self._draw), why)
         finally:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
@@ -489,7 +491,8 @@ class Relay:
         try:
             await self._store.release(self.name, [worker.lane for worker in workers], leaving=leaving)
         except Exception as error:
-            logger.warning("relay %s: %d lanes wait for their leases to end: %s", self.name, len(workers), _said(error))
+            said = described(error)
+            logger.warning("relay %s: %d lanes wait for their leases to end: %s", self.name, len(workers), said)
         else:
             self._ring()
 
@@ -498,8 +501,10 @@ class Relay:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await worker.close()
-        except Exception as error:
-            logger.warning("relay %s: a producer of %s cannot be closed: %s", self.name, worker.lane, _said(error))
+        except BaseException as error:
+            if _ends_task(error):
+                raise
+            logger.warning("relay %s: a producer of %s cannot be closed: %s", self.name, worker.lane, described(error))
 
     async def _leave(self) -> None:
         self._leaving = True
@@ -535,7 +540,7 @@ class Relay:
             if self._census is not None:
                 await self._renew(self._census)
         except Exception as error:
-            logger.debug("relay %s: leases could not be renewed while leaving: %s", self.name, _said(error))
+            logger.debug("relay %s: leases could not be renewed while leaving: %s", self.name, described(error))
 
     # -- waking up -----------------------------------------------------------------------------------------------------
 
@@ -565,7 +570,7 @@ class Relay:
                 ready = await self._store.ready(self._served(self._census) if self._census else (), relay=self.name)
             except Exception as error:
                 if sees:
-                    logger.warning("relay %s: cannot see what there is to send: %s", self.name, _said(error))
+                    logger.warning("relay %s: cannot see what there is to send: %s", self.name, described(error))
                 sees, pause = False, self._pacing.look
                 continue
             if not sees:
@@ -652,12 +657,18 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _ends_task(error: BaseException) -> bool:
+    """Whether this task is to end. A cancellation that the task was not asked for comes out of a transport, which
+    waited for something that was cancelled.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
 def _is_name(given: object) -> bool:
     return isinstance(given, str) and bool(given)
-
-
-def _said(error: BaseException) -> str:
-    return redacted(f"{type(error).__name__}: {error}")
 
 
 def _is_stuck(worker: LaneWorker) -> bool:

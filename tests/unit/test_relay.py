@@ -668,6 +668,70 @@ class TestRunOnce:
         assert (await relay.run_once()).sent == 1
 
 
+class OddError(BaseException):
+    """What an exotic library may raise."""
+
+
+class TestOddErrors:
+    """What a transport raises that is no `Exception`, though nobody has cancelled the lane."""
+
+    @pytest.mark.parametrize("odd", [asyncio.CancelledError, OddError])
+    @pytest.mark.parametrize("where", ["preflight", "open"])
+    def test_the_lane_is_served_again_soon(
+        self, caplog: pytest.LogCaptureFixture, odd: type[BaseException], where: str
+    ) -> None:
+        @in_virtual_time
+        async def serve() -> None:
+            world = World(capabilities=Capabilities(opens=True))
+            failures = iter([odd()])
+            method = getattr(world.broker, where)
+
+            def fail(*given: Any) -> Any:
+                if (failure := next(failures, None)) is not None:
+                    raise failure
+                return method(*given)
+
+            setattr(world.broker, where, fail)
+            relay = world.relay(pacing={"lease": 60.0})
+            async with running(relay):
+                world.write("a1")
+                await until(lambda: relay.status()["troubles"], seconds=5)
+                assert odd.__name__ in str(relay.status()["troubles"])
+                await until(lambda: world.status("a1") is Status.SENT, seconds=5)
+            assert f"lane orders/0 stumbled: {odd.__name__}" in caplog.text
+
+        serve()
+
+    @pytest.mark.parametrize("odd", [asyncio.CancelledError, OddError])
+    def test_a_producer_that_cannot_be_closed_ends_no_relay(self, odd: type[BaseException]) -> None:
+        @in_virtual_time
+        async def serve() -> None:
+            world = World(shards=4)
+
+            async def fail(_producer: str | None = None) -> None:
+                raise odd
+
+            world.broker.close = fail  # type: ignore[assignment, method-assign]
+            async with running(world.relay("r1")):
+                await until(lambda: owners(world) == {"r1": 4})
+                async with running(world.relay("r2")):
+                    await until(lambda: owners(world) == {"r1": 2, "r2": 2})
+                await until(lambda: owners(world) == {"r1": 4})
+            assert owners(world) == {}
+
+        serve()
+
+    @in_virtual_time
+    async def test_a_relay_that_is_cancelled_ends_its_lanes(self) -> None:
+        world = World()
+        task = asyncio.ensure_future(world.relay().run())
+        await until(lambda: owners(world) == {"r1": 1})
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert owners(world) == {}
+
+
 class TestTrouble:
     @in_virtual_time
     async def test_h93_a_lane_that_stumbles_is_taken_up_again(self, caplog: pytest.LogCaptureFixture) -> None:
