@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Protocol
 
 from . import clock, telemetry
@@ -28,10 +29,10 @@ from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
 from .lane import LaneWorker
-from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, shard_of
+from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, Trouble, shard_of
 from .redaction import redacted
 from .rejections import Rejections
-from .report import Counts, described
+from .report import STUMBLED, TIMES_IN_A_ROW, Counts, described, traceback_of
 from .sending import Acknowledged
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher
@@ -42,6 +43,8 @@ QUICKEST_LOOK = 0.02
 CLOSE_SECONDS = 2.0
 STALLED = 4
 """`Relay.drain` leaves a lane whose destination was not to be had so often in a row."""
+STANDING = 3
+"""A lane that fails so often in a row will not mend itself."""
 
 
 class RelayStore(LaneStore, OutboxStore, Protocol):
@@ -98,6 +101,25 @@ class Pacing:
                 raise ConfigurationError(f"relay: {option.name} must be {what} {bounds}, got {given!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Stumbles:
+    """Turns of a lane that failed, one after the other."""
+
+    count: int
+    said: str
+    batch: int
+    """The newest batch of the lane when it failed last."""
+
+    @property
+    def trouble(self) -> Trouble:
+        often = f" {self.count} {TIMES_IN_A_ROW}" if self.count >= STANDING else ""
+        return Trouble(f"{STUMBLED}{often}: {self.said}", 0.0)
+
+    def is_over(self, lane: Lane) -> bool:
+        """Whether a turn has gone well since: a batch is announced when the one before is stored."""
+        return lane.batch > self.batch + 1
+
+
 _MOST = {"lease": 3600, "batch": 10_000, "grace": 3600, "look": 3600, "linger": 3600}
 
 
@@ -151,7 +173,7 @@ class Relay:
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
         self._alive: set[asyncio.Task[None]] = set()
         """All of these, and those that have come to the end of a lane and let it go."""
-        self._stumbles: dict[LaneName, int] = {}
+        self._stumbles: dict[LaneName, _Stumbles] = {}
         self._census: Census | None = None
         self._renewed_at: float | None = None
         self._attended_at: float | None = None
@@ -275,7 +297,7 @@ class Relay:
 
     def status(self) -> dict[str, Any]:
         """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
-        troubles = {str(it.lane): it.trouble.reason for it in [*self._workers.values()] if it.trouble is not None}
+        troubles = {str(it.lane): trouble.reason for it in [*self._workers.values()] if (trouble := self._trouble(it))}
         return {
             "relay": self.name,
             "healthy": self.healthy,
@@ -292,7 +314,7 @@ class Relay:
             return
         workers = dict(self._workers)  # others may take and release lanes meanwhile
         held = Counter(name.route for name in workers)
-        stopped = Counter(name.route for name, worker in workers.items() if worker.trouble is not None)
+        stopped = Counter(name.route for name, worker in workers.items() if self._trouble(worker))
         for route in [census.routes[served] for served in self._served(census)] if census is not None else ():
             yield Sample(telemetry.LANES_HELD, (route.name,), held[route.id])
             yield Sample(telemetry.LANES_STOPPED, (route.name, route.destination), stopped[route.id])
@@ -353,7 +375,7 @@ class Relay:
             lease=self._pacing.lease,
             serves=() if self._leaving else self._served(census),
             shards=self._shards,
-            troubles={name: it.trouble for name, it in self._workers.items() if it.trouble is not None},
+            troubles={name: trouble for name, it in self._workers.items() if (trouble := self._trouble(it))},
         )
         self._renewed_at = before
         for lane in lanes:
@@ -426,6 +448,8 @@ class Relay:
             self._alive.add(task)
             task.add_done_callback(self._alive.discard)
         self._set_paces(census)
+        if any(lane.name in self._stumbles for lane in lanes):
+            await self._renew(census)  # people must go on to see what troubles them: the release has wiped it out
 
     def _worker(self, lane: Lane, deadline: float) -> LaneWorker:
         install = self._census.install if self._census is not None else ""
@@ -438,11 +462,24 @@ class Relay:
             rejections=self._rejections,
             counts=self.counts,
             draw=self._draw,
-            changed=self._progress.set,
+            changed=partial(self._changed, lane.name),
             signals=self._signals,
             linger=0.0 if self._began_at is None else self._pacing.linger,
             acknowledged=self._acknowledged.pop(lane.name, None),
         )
+
+    def _changed(self, name: LaneName) -> None:
+        worker = self._workers.get(name)
+        if worker is not None and worker.idle:
+            self._stumbles.pop(name, None)
+        self._progress.set()
+
+    def _trouble(self, worker: LaneWorker) -> Trouble | None:
+        """What keeps a lane from sending, also while it tries again after it has stumbled."""
+        stumbles = self._stumbles.get(worker.lane.name)
+        if stumbles is None or stumbles.is_over(worker.lane):
+            return worker.trouble
+        return worker.breaker.trouble or stumbles.trouble
 
     async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:
         """Run a lane to its end, whatever that is, and let it go. No lane takes another one with it."""
@@ -462,12 +499,14 @@ class Relay:
         except BaseException as error:
             if _ends_task(error):
                 raise
-            extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, described(error))
-            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, described(error), extra=extra)
-            logger.debug("relay %s: lane %s stumbled", self.name, worker.lane, exc_info=True)
-            self._stumbles[name] = self._stumbles.get(name, 0) + 1
-            why = f"the outbox or the transport failed: {described(error)}"
-            await worker.breaker.wait(RESTS.delay(self._stumbles[name], self._draw), why)
+            before = self._stumbles.get(name)
+            count = 1 if before is None or before.is_over(worker.lane) else before.count + 1
+            self._stumbles[name] = stumbles = _Stumbles(count, described(error), worker.lane.batch)
+            where = traceback_of(error) if self._rejections.is_new_bug(worker.lane, error) else ""
+            extra = self._fields(telemetry.LOG_STUMBLED, worker.lane, stumbles.said)
+            said = f"{stumbles.said}{where}"
+            logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, said, extra=extra)
+            await worker.breaker.wait(RESTS.delay(count, self._draw), stumbles.trouble.reason)
         finally:
             if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
                 del self._workers[name], self._tasks[name]

@@ -25,6 +25,8 @@ logger = logging.getLogger("pillarbox")
 
 BUG = "bug in transport"
 HANDLER_BUG = "bug in handler"
+STUMBLED = "the lane failed"
+TIMES_IN_A_ROW = "times in a row"
 Tell = Callable[[Outcome], None]
 
 

@@ -402,7 +402,10 @@ LOG_LEASE_LOST = LogEvent(
 )
 LOG_HALTED = LogEvent("lane.halted", "error", "A lane stands still until a person helps.", (*_LANE, "relay", "reason"))
 LOG_STUMBLED = LogEvent(
-    "lane.stumbled", "warning", "The outbox or the transport failed; it is tried again.", (*_LANE, "relay", "reason")
+    "lane.stumbled",
+    "warning",
+    "A turn of a lane failed; it is tried again. With its traceback once per kind.",
+    (*_LANE, "relay", "reason"),
 )
 LOG_UNREACHABLE = LogEvent(
     "outbox.unreachable", "warning", "The relay cannot see to its leases. Once per outage.", ("relay", "reason")

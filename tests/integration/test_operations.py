@@ -16,6 +16,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
+from pillarbox.cli.doctor import State, _troubled
 from pillarbox.cli.trace import life
 from pillarbox.cli.why import Answer, explain
 from pillarbox.cursor import Cursor
@@ -422,6 +423,18 @@ class TestWhy:
         answer = await yard.why(yard.rows[3])
         assert answer.cause == "lane-halted"
         assert "pillarbox lanes release" in (answer.remedy or "")
+
+    async def test_its_lane_fails_again_and_again(self, yard: Yard) -> None:
+        await yard.held()
+        for times, state in (("", State.WARNING), (" 3 times in a row", State.PROBLEM)):
+            trouble = f"the lane failed{times}: TypeError: odd"
+            await yard.lane(trouble=trouble, trouble_until=from_now(0))
+            answer = await yard.why(yard.rows[3])
+            assert f"{trouble}; it is trying again" in answer.detail
+            assert "it is a bug: the log of the relay has the traceback" in (answer.remedy or "")
+            (check,) = await yard.ask(lambda it: [*_troubled(overview.lane_states(it, ROUTE))])
+            assert check.state is state
+            assert trouble in check.found
 
     async def test_it_is_on_its_way(self, yard: Yard) -> None:
         row = yard.rows[2]

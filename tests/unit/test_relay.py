@@ -751,6 +751,66 @@ class TestTrouble:
         assert "lane orders/0 stumbled" in caplog.text
 
     @in_virtual_time
+    async def test_what_a_lane_stumbles_over_is_shown_until_a_turn_goes_well(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world = World()
+        name, poll, fails = LaneName(world.route.id, 0), world.store.poll, True
+
+        async def stumble(*args: Any, **kwargs: Any) -> Any:
+            if fails:
+                raise TypeError("password=swordfish")
+            return await poll(*args, **kwargs)
+
+        def shown() -> str:
+            trouble = world.store.trouble_of(name)
+            return "" if trouble is None else trouble.reason
+
+        world.store.poll = stumble  # type: ignore[method-assign]
+        relay, failed = world.relay(), "TypeError: password=***"
+        async with running(relay):
+            await until(lambda: shown() == f"the lane failed: {failed}")
+            await until(lambda: shown() == f"the lane failed 3 times in a row: {failed}")
+            seen: Counter[bool] = Counter()
+            for _ in range(600):
+                await asyncio.sleep(0.01)
+                if world.store._lanes[name].locked_by is not None:
+                    seen[bool(shown())] += 1
+            assert seen[True] > 100
+            assert not seen[False]
+            assert "the lane failed" in relay.status()["troubles"]["orders/0"]
+            fails = False
+            world.write("a1")
+            await until(lambda: world.status("a1") is Status.SENT and not shown())
+            fails = True
+            relay._workers[name].ring()
+            await until(lambda: shown() == f"the lane failed: {failed}")
+        told = [record.message for record in caplog.records if "stumbled" in record.message]
+        assert [" in stumble: " in each for each in told] == [True] + [False] * (len(told) - 1)
+        assert "swordfish" not in caplog.text
+
+    @in_virtual_time
+    async def test_a_lane_that_is_never_idle_is_forgiven_too(self) -> None:
+        world = World()
+        name, announce, fails = LaneName(world.route.id, 0), world.store.announce, iter([True])
+
+        async def stumble(*args: Any, **kwargs: Any) -> Any:
+            if next(fails, False):
+                raise TypeError("odd")
+            return await announce(*args, **kwargs)
+
+        async def slow(_producer: str, events: str) -> None:
+            await asyncio.sleep(1)
+            world.write(f"a{int(events[1:]) + 1}")
+
+        world.store.announce = stumble  # type: ignore[method-assign]
+        world.broker.before = slow
+        world.write("a1")
+        async with running(world.relay()):
+            await until(lambda: world.store.trouble_of(name) is not None)
+            await until(lambda: world.store.trouble_of(name) is None and "a5" in world.rows)
+
+    @in_virtual_time
     async def test_a_lane_that_halts_is_kept_and_named_and_the_others_go_on(self) -> None:
         world = World(shards=2)
         world.write(KEYS)

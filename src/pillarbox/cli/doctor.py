@@ -17,6 +17,7 @@ from ..errors import NotMigratedError, StoreError
 from ..inbox import LetterFilter, LetterKind
 from ..outbox import Status
 from ..rejections import REJECTS_EVERYTHING
+from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
 from ..stores import inspection, origin, overview, partitions, server
 from ..stores.columns import from_now
@@ -249,7 +250,7 @@ def _troubled(lanes: list[LaneState]) -> Iterator[Check]:
             remedy = "remove the cause, then `pillarbox lanes release` them one by one"
             yield Check("lanes", State.PROBLEM, what, remedy)
         else:
-            stands = REJECTS_EVERYTHING in (trouble or "")
+            stands = any(words in (trouble or "") for words in (REJECTS_EVERYTHING, TIMES_IN_A_ROW))
             remedy = f"they try again by themselves; {remedy_for(trouble or '', 'the destination')}"
             yield Check("lanes", State.PROBLEM if stands else State.WARNING, what, remedy)
 

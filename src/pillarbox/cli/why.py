@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from .. import clock
 from ..outbox import BUS, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
-from ..report import BUG, HANDLER_BUG
+from ..report import BUG, HANDLER_BUG, STUMBLED
 from ..stores import inspection, overview
 from ..stores.inspection import AuditEntry, Details, OpenRequest
 from ..stores.overview import LaneState, TenantState
@@ -261,6 +261,8 @@ def remedy_for(trouble: str, needs: str) -> str:
         return "fix the transport: the log of the relay has the traceback; nothing is wrong with the destination"
     if HANDLER_BUG in trouble:
         return "fix the handler: the log of the relay has the traceback"
+    if STUMBLED in trouble:
+        return "see that the database answers; else it is a bug: the log of the relay has the traceback"
     if REJECTS_EVERYTHING in trouble:
         return f"see why {needs} rejects it: missing rights, a schema, a topic that does not exist"
     return f"see that {needs} can be reached"
