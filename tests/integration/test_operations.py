@@ -16,7 +16,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route
+from pillarbox.cli import outbox as outbox_command
 from pillarbox.cli.doctor import State, _troubled
+from pillarbox.cli.output import CommandError
 from pillarbox.cli.trace import life
 from pillarbox.cli.why import Answer, explain
 from pillarbox.cursor import Cursor
@@ -269,7 +271,15 @@ class TestEdits:
         answer = await yard.why(yard.rows[3])
         assert (answer.cause, answer.route, answer.state) == ("edited", ROUTE, None)
         assert str(new_id) in answer.detail
-        for event in (yard.rows[3].event_id, new_id):
+        old = yard.rows[3].event_id
+        for command in (
+            lambda it: outbox_command._deliveries_of(it, old),
+            lambda it: outbox_command._editable(it, old, None),
+            lambda it: outbox_command._look(it, Selection(Action.DISCARD, Filter(), (old,)), None),
+        ):
+            with pytest.raises(CommandError, match=f"event {old}, {ROUTE}: edited by .*: it goes on as event {new_id}"):
+                await yard.ask(command)
+        for event in (old, new_id):
             told = [step.what for step in await yard.ask(lambda it, event=event: life(it, event))]  # type: ignore[misc]
             assert told[:3] == ["raised", "written", "edit asked for by anna@office"]
 

@@ -47,6 +47,7 @@ from .identity import command as new_install_id
 from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
+from .why import edited
 
 _PORTION = 500
 _SAMPLE = 10
@@ -122,12 +123,22 @@ def _listed(deliveries: list[Summary]) -> str:
 @options
 def show(config: Path | None, as_json: bool, event_id: UUID, payload: bool) -> None:
     """Show all deliveries of one event."""
-    found = run(ask(load_settings(config), lambda it: inspection.deliveries_of(it, event_id, payload=payload)))
-    if not found:
-        raise CommandError(absent(event_id), Exit.PROBLEM)
+    found = run(ask(load_settings(config), lambda it: _deliveries_of(it, event_id, payload=payload)))
     described = [{name: value for name, value in asdict(it).items() if payload or name != "payload"} for it in found]
     text = "\n\n".join(_described(it, payload=payload) for it in found)
     emit({"event_id": event_id, "deliveries": described}, text, as_json=as_json)
+
+
+def _deliveries_of(connection: Connection, event_id: UUID, *, payload: bool = False) -> list[Details]:
+    if found := inspection.deliveries_of(connection, event_id, payload=payload):
+        return found
+    raise CommandError(_gone(connection, event_id), Exit.PROBLEM)
+
+
+def _gone(connection: Connection, event_id: UUID) -> str:
+    """Why the outbox has no event of this id: it was edited, or see `absent`."""
+    edits = [f"event {event_id}, {route}: {it.detail}; {it.remedy}" for route, it in edited(connection, event_id)]
+    return "\n".join(edits) or absent(event_id)
 
 
 def absent(event_id: UUID) -> str:
@@ -265,7 +276,7 @@ def _request(
 def _look(connection: Connection, selection: Selection, limit: int | None) -> dict[str, Any]:
     """What is selected, before anything is done."""
     statuses = operations.left_alone(connection, selection) if selection.events else {}
-    missing = [absent(event) for event in selection.events if event not in statuses]
+    missing = [_gone(connection, event) for event in selection.events if event not in statuses]
     if missing:
         raise CommandError("\n".join(missing), Exit.PROBLEM)
     found, asked_before = operations.count(connection, selection)
@@ -389,9 +400,7 @@ def edit(
 
 def _editable(connection: Connection, event_id: UUID, route: str | None) -> tuple[Details, bytes]:
     """The one failed delivery that is meant."""
-    found = inspection.deliveries_of(connection, event_id, payload=False)
-    if not found:
-        raise CommandError(absent(event_id), Exit.PROBLEM)
+    found = _deliveries_of(connection, event_id)
     meant = [it for it in found if it.route is not None and route in (None, it.route)]
     failed = [it for it in meant if it.status in ELIGIBLE[Action.EDIT]]
     if not failed:

@@ -70,10 +70,15 @@ def explain(connection: Connection, event_id: UUID) -> list[Answer]:
     """An answer for each delivery of the event, and for each that goes on as another event."""
     found = inspection.deliveries_of(connection, event_id, payload=False)
     answers = [Answer(event_id, it.route, it.status, *_cause(connection, it)) for it in found]
-    edits = inspection.audit_trail(connection, event=event_id, actions=["edit"])
-    gone = [it for it in edits if it.event_id == event_id and it.details["route"] not in {each.route for each in found}]
-    answers += [Answer(event_id, it.details["route"], None, *_edited(it)) for it in gone]
+    here = {it.route for it in found}
+    answers += [Answer(event_id, route, None, *it) for route, it in edited(connection, event_id) if route not in here]
     return answers or [Answer(event_id, None, None, *_absent(event_id))]
+
+
+def edited(connection: Connection, event_id: UUID) -> list[tuple[str, Cause]]:
+    """The routes for which the event was to go on as another one, which the cause names."""
+    trail = inspection.audit_trail(connection, event=event_id, actions=["edit"])
+    return [(it.details["route"], _edited(it)) for it in trail if it.event_id == event_id]
 
 
 def _cause(connection: Connection, delivery: Details) -> Cause:
