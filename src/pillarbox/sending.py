@@ -188,6 +188,7 @@ class Sender:
                     return False
                 self._leave_out(plan, reasons)
             else:
+                self._report.topic_opened(topics)
                 self._check_lasts(lasts)
                 self.numbering.opened(lasts)
                 break

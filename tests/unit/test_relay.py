@@ -675,15 +675,12 @@ class OddError(BaseException):
 class TestOddErrors:
     """What a transport raises that is no `Exception`, though nobody has cancelled the lane."""
 
-    @pytest.mark.parametrize("odd", [asyncio.CancelledError, OddError])
     @pytest.mark.parametrize("where", ["preflight", "open"])
-    def test_the_lane_is_served_again_soon(
-        self, caplog: pytest.LogCaptureFixture, odd: type[BaseException], where: str
-    ) -> None:
+    def test_the_lane_is_served_again_soon(self, caplog: pytest.LogCaptureFixture, where: str) -> None:
         @in_virtual_time
         async def serve() -> None:
             world = World(capabilities=Capabilities(opens=True))
-            failures = iter([odd()])
+            failures = iter([OddError()])
             method = getattr(world.broker, where)
 
             def fail(*given: Any) -> Any:
@@ -696,9 +693,9 @@ class TestOddErrors:
             async with running(relay):
                 world.write("a1")
                 await until(lambda: relay.status()["troubles"], seconds=5)
-                assert odd.__name__ in str(relay.status()["troubles"])
+                assert "OddError" in str(relay.status()["troubles"])
                 await until(lambda: world.status("a1") is Status.SENT, seconds=5)
-            assert f"lane orders/0 stumbled: {odd.__name__}" in caplog.text
+            assert "lane orders/0 stumbled: OddError" in caplog.text
 
         serve()
 
