@@ -63,7 +63,7 @@ _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 logger = logging.getLogger("pillarbox")
 
 APART_SECONDS = 60.0
-"""What a small transaction of ours may take: a connection may be dead and not say so."""
+"""Timeout of internal transactions: a connection may be dead and not say so."""
 _NOT_STARTED = "the box is not started: use `async with box:`, or await box.start()"
 PROJECTED_AT_ONCE = 500
 """Events of a projection that share a transaction, unless another number is said."""

@@ -1,7 +1,7 @@
 """What a box shows when somebody looks: its relays, from memory, and its backlog, from the database.
 
 The database is asked when metrics are scraped, and not again for some seconds; the slower it answers a question, the
-more seldom it is asked that, so that no question takes more than a twentieth of its time. After a failure it is asked
+less often it is asked, so that no question takes more than a twentieth of its time. After a failure it is asked
 again sooner: people look for what is missing then.
 """
 

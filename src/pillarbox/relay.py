@@ -42,7 +42,7 @@ logger = logging.getLogger("pillarbox")
 QUICKEST_LOOK = 0.02
 CLOSE_SECONDS = 2.0
 STALLED = 4
-"""`Relay.drain` leaves a lane whose destination was not to be had so often in a row."""
+"""`Relay.drain` leaves a lane whose destination was unavailable so often in a row."""
 STANDING = 3
 """A lane that fails so often in a row will not mend itself."""
 

@@ -194,7 +194,7 @@ STREAM_LOST = Metric(
     "outbox_stream_lost_total",
     "counter",
     "streams",
-    "How often a stream was lost, or not to be had: `connection`, `slot`, `publication`, or `refused` by the server.",
+    "How often a stream was lost or unavailable: `connection`, `slot`, `publication`, or `refused` by the server.",
     ("reason",),
 )
 STREAMS_DOWN = Metric(

@@ -94,7 +94,7 @@ class Writer:
             try:
                 deeds, events = await self._work()
                 end, events = await self._end(events)
-            except DBAPIError:  # a lock that was not to be had, or a deadlock
+            except DBAPIError:  # a lock that was not granted, or a deadlock
                 await self._do("ROLLBACK")
                 end, events, deeds = "refused", 0, []
             books.deeds.update([*deeds, end])

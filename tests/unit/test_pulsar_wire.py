@@ -429,7 +429,7 @@ async def test_a_slow_token_is_not_the_fault_of_the_broker(monkeypatch: pytest.M
         connection = await Connection.open(endpoint, Token(slow), patience=0.5)
         connection.close()
         monkeypatch.setattr(credentials, "TIMEOUT", 0.01)
-        with pytest.raises(TimeoutError, match="credentials were not to be had"):
+        with pytest.raises(TimeoutError, match="credentials were unavailable"):
             await Connection.open(endpoint, Token(slow))
 
 

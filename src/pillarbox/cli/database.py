@@ -129,7 +129,7 @@ async def reached(engine: AsyncEngine, address: str) -> AsyncIterator[None]:
     try:
         yield
     except (DBAPIError, OSError) as error:
-        raise CommandError(f"{where} did not do as it was told: {reason(error)}", Exit.UNREACHABLE) from error
+        raise CommandError(f"{where} rejected the statement: {reason(error)}", Exit.UNREACHABLE) from error
 
 
 def reason(error: BaseException) -> str:

@@ -170,7 +170,7 @@ def audit(config: Path | None, as_json: bool, event: UUID | None, limit: int, pa
         (it["id"], it["at"], it["who"], it["action"], it["target"], it["reason"], _flat(it["details"]))
         for it in entries
     ]
-    emit({"entries": entries}, table([headings, *rows]) if rows else "nobody has done anything", as_json=as_json)
+    emit({"entries": entries}, table([headings, *rows]) if rows else "no audit entries", as_json=as_json)
 
 
 def _details(entry: AuditEntry, *, payload: bool) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The other end: messages come in, and take effect once."""
+"""Consumers: each message takes effect once."""

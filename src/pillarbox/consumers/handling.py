@@ -223,7 +223,7 @@ def _hints(handler: Handler, kinds: Sequence[type]) -> Mapping[str, object]:
     try:
         return typing.get_type_hints(function)
     except NameError as error:
-        # Names of an enclosing function, as in tests, are not to be had: annotations stay texts there.
+        # Names of an enclosing function, as in tests, are unavailable: annotations stay texts there.
         known: Mapping[str, object] = {**_BY_NAME, "Any": Any, "object": object, **{it.__name__: Any for it in kinds}}
         found = _annotations(function, error).items()
         return {name: known.get(next(iter(_NAMES.findall(str(hint))), ""), _Nothing) for name, hint in found}

@@ -156,9 +156,9 @@ class ConsumerReport:
         )
 
     def away(self, reason: str) -> None:
-        """The source is not to be had."""
+        """The source is unavailable."""
         extra = telemetry.fields(telemetry.LOG_SOURCE_AWAY, consumer=self._consumer, reason=reason)
-        logger.warning("consumer %s: its source is not to be had: %s", self._consumer, reason, extra=extra)
+        logger.warning("consumer %s: its source is unavailable: %s", self._consumer, reason, extra=extra)
 
     def back(self) -> None:
         """It is there again."""

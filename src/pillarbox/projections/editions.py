@@ -58,7 +58,7 @@ class Editions:
         await self._cache.delete(keys)
 
     async def _name(self, found: bytes | Ticket | None) -> bytes | None:
-        """The name of the edition, a new one if there is none; None if that is not to be had now."""
+        """The name of the edition, a new one if there is none; None if that is unavailable now."""
         if isinstance(found, Ticket):
             await self._cache.set({found: uuid4().hex.encode()}, ttl=NAME_SECONDS)
             found = (await self._cache.get([self._key])).get(self._key)  # somebody else may have been first

@@ -37,7 +37,7 @@ class Credentials(Protocol):
         ...
 
     async def secret(self) -> bytes:
-        """What to send now. An `OSError` means: not to be had at the moment."""
+        """What to send now. An `OSError` means that they are unavailable at the moment."""
         ...
 
 
@@ -217,7 +217,7 @@ async def secret_of(credentials: Credentials) -> bytes:
         async with asyncio.timeout(TIMEOUT):
             return await credentials.secret()
     except TimeoutError:
-        raise TimeoutError(f"the credentials were not to be had within {TIMEOUT:g} s") from None
+        raise TimeoutError(f"the credentials were unavailable for {TIMEOUT:g} s") from None
 
 
 def _checked(token: object, where: str = "the token") -> bytes:

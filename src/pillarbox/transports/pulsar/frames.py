@@ -19,7 +19,7 @@ from ...transport import Message
 from . import wire_pb2 as wire
 
 LARGEST_COMMAND = 1_048_576
-"""A peer that announces more than this in one frame is none of ours: nothing that a producer is told comes near it."""
+"""A peer that announces more than this in one frame is no Pulsar broker: no command to a producer comes near it."""
 
 _SIZE, _SIZES, _CHECKED = Struct(">I"), Struct(">II"), Struct(">HI")
 _MAGIC = 0x0E01
