@@ -25,7 +25,7 @@ from tests.servers import MariaDB, Missing
 
 from .load import ROUTE, Sink, box_on, drain, empty, fill, seed, vacuum
 from .proof import meant
-from .servers import Bench, another
+from .servers import Bench
 
 _FAILED = (1, 1000)
 _FIRST = 1_000_000_000
@@ -50,7 +50,7 @@ async def measure(bench: Bench) -> dict[str, object]:
     async with bench.database() as url, bench.box(url, sink) as box:
         figures |= await _discarding(box, bench.sizes.discard)
     try:
-        with another(MariaDB(bench.folder / "MariaDB")) as url:
+        with bench.another(MariaDB) as url:
             return figures | await _failing(url, bench.sizes.fail)
     except Missing:
         return figures

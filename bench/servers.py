@@ -50,6 +50,17 @@ class Bench:
         """A box on a database."""
         return box_on(url, sink, **options)
 
+    @contextmanager
+    def another(self, kind: type[DatabaseServer]) -> Iterator[str]:
+        """The URL of a database on a new server of another kind. `Missing` if that is not installed."""
+        server = kind(self.folder / f"{kind.label}-{next(_NUMBERS)}")
+        server.start()
+        try:
+            server.create("bench")
+            yield server.url("bench", server.drivers[0])
+        finally:
+            server.stop()
+
     async def check_durability(self) -> str:
         """Refuse a server that promises less than PostgreSQL does by default; its version comes back."""
         async with _connected(self.url) as connection:
@@ -88,14 +99,3 @@ def bench(sizes: Sizes) -> Iterator[Bench]:
             return
         with EmbeddedPostgres(folder / "server", database="postgres") as server:
             yield Bench(server.url, folder, sizes)
-
-
-@contextmanager
-def another(server: DatabaseServer) -> Iterator[str]:
-    """The URL of a database on another kind of server. `Missing` if that is not installed."""
-    server.start()
-    try:
-        server.create("bench")
-        yield server.url("bench", server.drivers[0])
-    finally:
-        server.stop()

@@ -16,7 +16,7 @@ from tests.servers import DatabaseServer, MariaDB, Missing, SQLite
 
 from . import floors
 from .load import Sink, box_on, refill_and_drain
-from .servers import Bench, another
+from .servers import Bench
 
 _OTHERS: dict[str, type[DatabaseServer]] = {"MariaDB": MariaDB, "SQLite": SQLite}
 
@@ -51,9 +51,8 @@ async def _boxes(bench: Bench, sink: Sink, stack: AsyncExitStack) -> AsyncIterat
     url = await stack.enter_async_context(bench.database())
     yield "PostgreSQL", await stack.enter_async_context(box_on(url, sink))
     for name, kind in _OTHERS.items():
-        server = kind(bench.folder / name)
         try:
-            url = stack.enter_context(another(server))
+            url = stack.enter_context(bench.another(kind))
         except Missing:
             continue
         yield name, await stack.enter_async_context(box_on(url, sink))
