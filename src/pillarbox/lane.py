@@ -67,6 +67,8 @@ class LaneWorker:
             acknowledged=acknowledged,
         )
         self._lost = False
+        self._redone = True
+        """Whether the announced batch may have rows that failed before."""
         self._bell = asyncio.Event()
         self._rates = Rates()
         self._detours = Detours(lane)
@@ -126,7 +128,7 @@ class LaneWorker:
                 self._detours.revive()
             self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
             if not await self.turn() and not await self._hears_more():
-                if await self._settle() and self.lane.waiting:
+                if await self._settle() and self._redone:
                     continue  # what was behind those rows may be due now
                 self.idle = True
                 self._changed()
@@ -201,6 +203,7 @@ class LaneWorker:
         if detour is None and (tenants := self._to_part(page, limit)):
             await self._part(tenants)
             return True
+        waiting = self.lane.waiting
         plan = self._next_batch(page)
         capabilities = self._publisher.capabilities
         if (capabilities.numbered or capabilities.opens) and not await self._sender.open(plan):
@@ -211,7 +214,7 @@ class LaneWorker:
         elif detour is None and self.lane.announced is None:
             # The doorbell rang for something. See whether the lane is still owned.
             await self._leased.amend()
-        more = found and self._may_be_more(page, plan, limit)
+        more = found and self._may_be_more(page, plan, limit, book_changed=self.lane.waiting is not waiting)
         if detour is not None:
             self._detours.served(detour, more=more, stuck=plan.cut or bool(page.held))
         elif self.lane.detours is not None:
@@ -233,6 +236,7 @@ class LaneWorker:
             relaxed=not self._publisher.capabilities.numbered,
         )
         first = self.lane.next_number
+        self._redone = bool(page.redo)
         await self._announce(batch)
         for failure in plan.failures:  # now, since what is planned may come to nothing, and be planned again
             if failure.row in plan.refused:
@@ -299,13 +303,13 @@ class LaneWorker:
         plan.keep(items, page)
         return plan
 
-    def _may_be_more(self, page: Page, plan: Plan, limit: int) -> bool:
-        """Whether to read again at once. A page that was cut by its limits has more behind it; so has one with failed
-        rows.
+    def _may_be_more(self, page: Page, plan: Plan, limit: int, *, book_changed: bool) -> bool:
+        """Whether to read again at once. A page that was cut by its limits has more behind it; so have failed rows, and
+        what has become of rows since may let others go.
         """
         if page.passed:
             return True
-        return plan.decides and (bool(self.lane.waiting) or self._is_full(page, limit))
+        return plan.decides and (bool(page.redo) or book_changed or self._is_full(page, limit))
 
     def _is_full(self, page: Page, limit: int) -> bool:
         rows = (*page.redo, *page.fresh)

@@ -101,7 +101,7 @@ def make_plan(
             decide(row)
     waiting = lane.waiting
     for row in page.fresh:
-        if (stopped or waiting) and (row.order_key in stopped or row.order_key in waiting):
+        if (stopped or waiting) and ((key := row.order_key) in stopped or key in waiting):
             plan.parked.append(row.id)
         else:
             decide(row)

@@ -158,7 +158,7 @@ class MemoryStore:
             self._last_id += 1
             row = Row(
                 id=self._last_id,
-                event_id=delivery.event_id,
+                event=str(delivery.event_id),
                 topic=delivery.topic,
                 key=delivery.key,
                 tenant=delivery.tenant,
@@ -510,7 +510,7 @@ class MemoryStore:
             return False
         self._identities.discard(stored.identity)
         headers = {**stored.row.headers, "event_id": str(new), "original_event_id": str(old)}
-        stored.row = replace(stored.row, event_id=new, body=body, headers=headers)
+        stored.row = replace(stored.row, event=str(new), body=body, headers=headers)
         self._identities.add(stored.identity)
         return True
 

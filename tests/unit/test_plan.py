@@ -20,7 +20,7 @@ def lane(*waiting: str, on_failure: FailurePolicy = FailurePolicy.PARK) -> Lane:
 
 def rows(text: str, *, topic: str = TOPIC) -> tuple[Row, ...]:
     """``a1 b2``: a key of one letter, and the number of the row."""
-    return tuple(Row(int(it[1:]), UUID(int=int(it[1:])), topic, it[0], None, {}, b"", 0) for it in text.split())
+    return tuple(Row(int(it[1:]), f"{int(it[1:]):032x}", topic, it[0], None, {}, b"", 0) for it in text.split())
 
 
 def planned(page: Page, lane: Lane, *, refused: str = "", dead: bool = False) -> Plan:

@@ -178,15 +178,16 @@ class Failures:
             if not failure.error:  # it is no attempt: then a person may have set them back meanwhile
                 attempts = min(attempts, before[row].attempts if row in before else (counted or {}).get(row, 0))
             status = Status.FAILED if failure.retry_after is None else Status.RETRYING
-            written.append(Written(row, *self._known[row].key, status, attempts, failure.retry_after, failure.error))
+            key = self._known[row].key
+            written.append(Written(row, key.tenant, key.key, status, attempts, failure.retry_after, failure.error))
         self._write(written)
 
     def park(self, rows: Sequence[int], batch: Collection[int]) -> None:
         """These rows go behind a failed one of their key."""
         before = self._admit(rows, batch, (Status.RETRYING, Status.PARKED))
         attempts = {row: failed.attempts for row, failed in before.items()}
-        key_of = {row: self._known[row].key for row in rows}
-        self._write([Written(row, *key_of[row], Status.PARKED, attempts.get(row, 0)) for row in rows])
+        of = {row: self._known[row].key for row in rows}
+        self._write([Written(row, of[row].tenant, of[row].key, Status.PARKED, attempts.get(row, 0)) for row in rows])
 
     def failed_before(self, rows: Iterable[int]) -> Collection[int]:
         """Which of the rows have failed before."""
@@ -197,7 +198,7 @@ class Failures:
         at_once = {Status.RETRYING: 0.0}
         self._write(
             [
-                Written(row, *it.key, it.status, attempts[row], at_once.get(it.status))
+                Written(row, it.key.tenant, it.key.key, it.status, attempts[row], at_once.get(it.status))
                 for row, it in self._failed(attempts).items()
             ]
         )
@@ -304,8 +305,10 @@ class Failures:
         before = self._failed(rows)
         attempts = {row: 0 for row in rows if row not in before and not self.is_passed(self._known[row], lane)}
         attempts |= {row: failed.attempts for row, failed in before.items() if failed.status in WAITING}
-        key_of = {row: self._known[row].key for row in attempts}
-        self._write([Written(row, *key_of[row], Status.DISCARDED, count) for row, count in attempts.items()])
+        of = {row: self._known[row].key for row in attempts}
+        self._write(
+            [Written(row, of[row].tenant, of[row].key, Status.DISCARDED, count) for row, count in attempts.items()]
+        )
 
     def _edit(self, row: int, event_id: UUID | None, body: bytes | None) -> None:
         failed = self._failed([row]).get(row)
@@ -342,10 +345,10 @@ def text_of(value: Any) -> Any:
 
 def row_of(values: Sequence[Any]) -> Row:
     """A row from what the driver gives, whatever is behind it."""
-    row_id, event_id, topic, key, tenant, headers, body, attempts, *_ = values
+    row_id, event, topic, key, tenant, headers, body, attempts, *_ = values
     return Row(
         row_id,
-        event_id if isinstance(event_id, UUID) else UUID(event_id),
+        str(event),
         topic,
         text_of(key),
         text_of(tenant),

@@ -321,10 +321,10 @@ def _with_waiting_keys(connection: Connection, taken: Sequence[Lane]) -> list[La
         select(failures.c.route, failures.c.shard, failures.c.tenant, failures.c.key)
         .where(among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
         .distinct()
-    )
-    waiting: dict[LaneName, set[Key]] = {}
+    ).all()
+    waiting: dict[tuple[int, int], list[Key]] = {}
     for route, shard, tenant, key in found:
-        waiting.setdefault(LaneName(route, shard), set()).add(Key(tenant, key))
+        waiting.setdefault((route, shard), []).append(Key(tenant, key))
     return [replace(lane, waiting=frozenset(waiting.get(lane.name, ()))) for lane in taken]
 
 

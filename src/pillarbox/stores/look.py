@@ -245,8 +245,8 @@ class Looked(msgspec.Struct, frozen=True):
     def of(self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = ()) -> Found:
         """What was found, as far as a batch takes it."""
         rows = [
-            Row(row_id, event_id, topic, key, tenant, decode_headers(headers), body, 0)
-            for part, row_id, event_id, topic, key, tenant, headers, body in found
+            Row(row_id, event, topic, key, tenant, decode_headers(headers), body, 0)
+            for part, row_id, event, topic, key, tenant, headers, body in found
             if part < _LOOK
         ]
         rows.sort(key=attrgetter("id"))

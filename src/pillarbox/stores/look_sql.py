@@ -15,7 +15,9 @@ from sqlalchemy import text
 from .statement import DirectStatement
 
 ROW = "id, event_id, topic, key, tenant, headers, body"
-COLUMNS = "o.id, o.event_id, o.topic, o.key, o.tenant, CAST(o.headers AS text) AS headers, o.body"
+COLUMNS = (
+    "o.id, CAST(o.event_id AS text) AS event_id, o.topic, o.key, o.tenant, CAST(o.headers AS text) AS headers, o.body"
+)
 LANE = "o.route = :route AND o.shard = :shard"
 FRESH = f"{LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Container
 from typing import NamedTuple
-from uuid import UUID
 
 from ..errors import StoreError
 from ..outbox import LaneName
@@ -39,11 +38,13 @@ class Streamed(NamedTuple):
     headers: bytes
     body: bytes
 
-    def values(self) -> tuple[UUID, str, str, str | None, str, bytes]:
+    def values(self) -> tuple[str, str, str, str | None, str, bytes]:
         """Event id, topic, key, tenant, headers and body, as a statement brings them."""
         tenant = None if self.tenant is None else self.tenant.decode()
         headers = self.headers.decode()
-        return UUID(bytes=self.event_id), self.topic.decode(), self.key.decode(), tenant, headers, self.body
+        digits = self.event_id.hex()
+        event = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+        return event, self.topic.decode(), self.key.decode(), tenant, headers, self.body
 
 
 class Decoder:
