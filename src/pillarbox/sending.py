@@ -27,7 +27,7 @@ from .plan import Plan, stops_key
 from .redaction import redacted
 from .rejections import PROBES, Accepted, Rejections
 from .report import Report
-from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedError, Verdict, contradiction
+from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict, contradiction
 
 logger = logging.getLogger("pillarbox")
 
@@ -442,11 +442,9 @@ class Sender:
         await self._leased.amend(attempts={row.id: row.attempts + 1})
         try:
             outcome = await self._request([self.numbering.message(self._leased.lane, number, row)])
-        except _Fault as fault:
-            if fault.unanswered:
-                await self._leased.amend((), attempts={row.id: row.attempts})
-                raise
-            outcome = Outcome((), [Rejection(0, fault.reason)])
+        except _Fault:  # nobody has died of it; and before it is blamed, a numbered destination is asked for it
+            await self._leased.amend((), attempts={row.id: row.attempts})
+            raise
         if outcome.rejected:
             return await self._amend(items, 1, outcome), outcome
         await self._leased.amend((), attempts={row.id: row.attempts})

@@ -794,6 +794,25 @@ class TestBugsOfTransports:
         worker.stop()
         await running
 
+    @in_virtual_time
+    async def test_h120_a_deadly_numbered_batch_with_an_event_that_is_stored_before_the_bug_shows_goes_on(self) -> None:
+        """It is asked for before it is blamed: else a redrive would send it again under another number."""
+        world = World()
+
+        class Late(Buggy):
+            async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+                outcome = await Choosy.send(self, producer, messages)
+                if outcome.accepted and not outcome.duplicates and messages[0].body.decode() == self.event:
+                    raise ValueError("cannot read the answer")
+                return outcome
+
+        world.broker = Late("x1", _never, numbered=True)
+        world.write("x1 a1")
+        worker = world.worker(await _after_deaths(world, 3))
+        await worker.run_once()
+        assert world.statuses(Status.SENT) == "x1 a1"
+        assert world.sent == "x1 a1"
+
     @pytest.mark.parametrize("action", ["discard", "redrive"])
     def test_h120_what_people_ask_for_an_event_on_its_way_is_done(self, action: str) -> None:
         @in_virtual_time
