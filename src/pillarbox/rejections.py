@@ -63,6 +63,8 @@ class Topic:
     longest_run: int = 0
     keys: dict[Key, int] = field(default_factory=dict)
     """How often each was rejected, whatever its tenant."""
+    suspects: dict[Key, int] = field(default_factory=dict)
+    """Keys that were rejected until others of their place were accepted, and that were not accepted since."""
     places: dict[str | None, Place] = field(default_factory=dict)
     """Those with rejections, by tenant."""
     blocked: bool = False
@@ -124,9 +126,12 @@ class Rejections:
         for name in {messages[index].topic for index in indexes}:
             topic = self._topic(lane, name)
             topic.has_accepted = True
-            if topic.keys or topic.places:
+            if topic.keys or topic.places or topic.suspects:
                 mine = (messages[index] for index in indexes if messages[index].topic == name)
-                self._clear(topic, {message.headers.get("tenant_id") for message in mine})
+                keys = {Key(message.headers.get("tenant_id"), message.key) for message in mine}
+                self._clear(topic, {key.tenant for key in keys})
+                for key in keys:
+                    topic.suspects.pop(key, None)
 
     def rejected(self, lane: Lane, row: Row, reason: str, accepted: Accepted = ()) -> int | None:
         """Count a rejection, in a request of which others were ``accepted``. If it is the destination's fault, the
@@ -143,6 +148,10 @@ class Rejections:
         place = self._place(topic, row.tenant)
         place.reason = reason
         self._meet(lane.name, place)
+        # One attempt for each time that its place has accepted others meanwhile: else a few bad keys would be evidence
+        # again and again, and never be out of attempts.
+        is_own = row.order_key in topic.suspects and row.order_key not in place.keys
+        before = row.attempts + is_own
         _count(place.keys, row.order_key)
         if not any(name == row.topic for name, _ in accepted):
             _count(topic.keys, row.order_key)
@@ -152,7 +161,7 @@ class Rejections:
             attempts = self._owed.get(lane.name, {}).pop(row.id, row.attempts)
             _remember(place, lane.name, row.id, attempts, MOST_PUT_OFF)
             return attempts
-        _remember(place, lane.name, row.id, row.attempts, _ROWS_KEPT)
+        _remember(place, lane.name, row.id, before, _ROWS_KEPT)
         self._judge(place)
         if not place.blocked:
             return None
@@ -195,6 +204,8 @@ class Rejections:
             innocent = [place for place in topic.places.values() if not _is_suspicious(place.keys, topic)]
             cleared += [topic.places.pop(place.tenant) for place in innocent]
         for place in cleared:
+            for key in place.keys:
+                _count(topic.suspects, key)
             if place.blocked and not was_blocked:
                 logger.warning("%s accepts messages again", place, extra=_fields(telemetry.LOG_TAKES, place))
             topic.longest_run = max(topic.longest_run, min(len(place.keys), MOST_KEYS))

@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 
 from pillarbox import clock
-from pillarbox.outbox import Key, Lane, Page, RouteRecord, Row, Status
+from pillarbox.outbox import Failure, Key, Lane, Page, RouteRecord, Row, Status
 from pillarbox.rejections import FEW_KEYS, FORGOTTEN_SECONDS, MANY_KEYS, MOST_KEYS, Rejections
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message
@@ -33,7 +33,7 @@ def lane(shard: int = 0) -> Lane:
 def row(
     number: int, *, key: str | None = None, attempts: int = 0, topic: str = TOPIC, tenant: str | None = None
 ) -> Row:
-    return Row(number, UUID(int=number), topic, key or f"k{number}", tenant, {}, b"", attempts)
+    return Row(number, f"{number:032x}", topic, key or f"k{number}", tenant, {}, b"", attempts)
 
 
 def accept(rejections: Rejections, topic: str = TOPIC, tenant: str | None = None) -> None:
@@ -44,6 +44,22 @@ def accept(rejections: Rejections, topic: str = TOPIC, tenant: str | None = None
 def reject(rejections: Rejections, rows: Iterable[Row], of: Lane | None = None) -> list[bool]:
     """Whether each of these rejections was the destination's fault."""
     return [rejections.rejected(of or lane(), each, "no") is not None for each in rows]
+
+
+def attempts_after(rejections: Rejections, attempts: dict[int, int]) -> dict[int, int]:
+    """The attempts of rows, when the destination has rejected all of them twice."""
+    for number in [*attempts] * 2:
+        given_back = rejections.rejected(lane(), row(number, attempts=attempts[number]), "no")
+        attempts |= {number: attempts[number] + 1 if given_back is None else given_back}
+        attempts |= {failure.row: failure.attempts for failure in settle(rejections)}
+    return attempts
+
+
+def settle(rejections: Rejections) -> list[Failure]:
+    """The attempts that the lane gives back."""
+    owed = rejections.owed(lane())
+    rejections.paid(lane(), owed)
+    return owed
 
 
 class TestJudgement:
@@ -90,6 +106,24 @@ class TestJudgement:
         assert not any(reject(rejections, map(row, range(2 * MANY_KEYS))))
         accept(rejections)
         assert any(reject(rejections, map(row, range(MOST_KEYS))))
+
+    def test_h118_a_key_loses_an_attempt_whenever_others_were_accepted_between_two_of_its_rejections(self) -> None:
+        """Also if it is always one of a few that are all rejected: else it would never be out of attempts."""
+        rejections, attempts = Rejections(half), dict.fromkeys(range(FEW_KEYS), 0)
+        accept(rejections)
+        for expected in (0, 1):
+            attempts = attempts_after(rejections, attempts)
+            assert attempts == dict.fromkeys(range(FEW_KEYS), expected)
+            accept(rejections)
+            settle(rejections)
+
+    def test_a_key_that_was_accepted_meanwhile_loses_none(self) -> None:
+        rejections, unhurt = Rejections(half), dict.fromkeys(range(FEW_KEYS), 0)
+        accept(rejections)
+        for _ in range(2):
+            assert attempts_after(rejections, dict(unhurt)) == unhurt
+            rejections.accepted(lane(), [Message(TOPIC, f"k{number}", b"", {}) for number in unhurt], [*unhurt])
+            settle(rejections)
 
     def test_lanes_are_counted_together_and_topics_are_not(self) -> None:
         rejections = Rejections(half)
