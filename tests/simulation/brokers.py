@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection, Verdict
 from tests.simulation.loop import Life
 from tests.simulation.wire import Chaos, Reply, Wire
+from tests.transport_bugs import Bug, misbehave
 
 FOR_EVER = 1_000_000
 UNSENDABLE = b"!"
@@ -48,6 +50,10 @@ class Broker:
         self.deadly: set[str] = set()
         """Events that kill whoever sends them."""
         self.rejections: Counter[str] = Counter()
+        self.bugs: dict[str, Bug] = {}
+        """What the transport does when it meets an event."""
+        self.rejected: set[str | None] = set()
+        """Topics and tenants of which everything is rejected."""
         self.away = False
         self.rejects_everything = False
 
@@ -92,7 +98,9 @@ class Broker:
         self.refusals[event_of(message)] = self.refusals.get(event_of(message), 1) - 1
 
     def refuses(self, message: Message) -> bool:
-        return self.rejects_everything or self.refusals.get(event_of(message), 0) > 0
+        if self.rejects_everything or self.refusals.get(event_of(message), 0) > 0:
+            return True
+        return bool(self.rejected) and not self.rejected.isdisjoint((message.topic, message.headers.get("tenant_id")))
 
     def is_new(self, link: Link, message: Message) -> bool:  # noqa: ARG002  it does not know
         return True
@@ -218,13 +226,30 @@ class NumberedBroker(Broker):
         self._unanswered.clear()
 
 
+class Watcher(Protocol):
+    """Is told what a relay's transport does."""
+
+    def sending(self, life: Life, producer: str, messages: Sequence[Message]) -> None:
+        """A request leaves."""
+        ...
+
+    def answered(self, life: Life, messages: Sequence[Message], outcome: Outcome) -> None:
+        """It has come to this."""
+        ...
+
+
 class BrokerPublisher:
-    """The `Publisher` of one process. ``watch`` is told what leaves."""
+    """The `Publisher` of one process."""
 
     def __init__(
-        self, broker: Broker, wire: Wire, life: Life, watch: Callable[[str, str, Sequence[Message]], None]
+        self,
+        broker: Broker,
+        wire: Wire,
+        life: Life,
+        watch: Watcher,
+        capabilities: Capabilities,
     ) -> None:
-        self.capabilities = Capabilities(numbered=broker.numbered, max_messages=6)
+        self.capabilities = capabilities
         self._broker = broker
         self._wire = wire
         self._life = life
@@ -258,15 +283,34 @@ class BrokerPublisher:
         if self._broker.numbered and producer not in self._links:
             raise ConnectionError("the producer is not open")
         link = self._links.setdefault(producer, Link(self._life, producer))
-        self._watch(self._life.name, producer, messages)
+        self._watch.sending(self._life, producer, messages)
         link.doubtful = True
-        outcome: Outcome = await self._wire.ask(
-            "send", lambda reply: self._broker.take(link, messages, reply), patience=8.0
-        )
+        for index, message in enumerate(messages):
+            # What a numbered broker has already is only asked for: a bug there would hide for good that it is stored.
+            if event_of(message) in self._broker.bugs and self._broker.is_new(link, message):
+                return await self._stumble(link, messages, index)
+        outcome = await self._give(link, messages)
         link.doubtful = outcome.unfinished is not None
         for index in outcome.accepted:
             link.lasts[messages[index].topic] = messages[index].number
+        self._watch.answered(self._life, messages, outcome)
         return outcome
+
+    async def _give(self, link: Link, messages: Sequence[Message]) -> Outcome:
+        outcome: Outcome = await self._wire.ask(
+            "send", lambda reply: self._broker.take(link, messages, reply), patience=8.0
+        )
+        return outcome
+
+    async def _stumble(self, link: Link, messages: Sequence[Message], found: int) -> Outcome:
+        """The message that was found makes the transport misbehave, when those before it have left, or it as well."""
+        event = event_of(messages[found])
+        if len(messages) == 1:  # else nothing says which one it was
+            self._broker.rejections[event] += 1
+        self._watch.answered(self._life, messages, Outcome((), [Rejection(found, "a bug")]))
+        leaving = messages[: found + (self._broker.chaos.draw.random() < 0.2)]
+        stored = (await self._give(link, leaving)).accepted if leaving else ()
+        return await misbehave(self._broker.bugs[event], stored, len(messages))
 
     async def close(self, producer: str | None = None) -> None:
         for name in [*self._links] if producer is None else [producer]:

@@ -79,6 +79,7 @@ class Fate:
         self._world.cut_off.clear()
         for broker in (self._world.broker, self._world.handlers):
             broker.away = broker.rejects_everything = False
+            broker.rejected.clear()
 
     def _broker_goes_away(self) -> None:
         self._world.broker.away = True
@@ -176,7 +177,7 @@ class Fate:
         """A person decides about every delivery that has failed for good, and finds out in the end why a destination
         rejects everything.
         """
-        if self._chaos.loop.time() > self._relented_at + 60:
+        if self._chaos.loop.time() > self._relented_at + 60 and not self._world.writers.is_poisoned:
             self._world.broker.refusals.clear()
             self._world.handlers.refusals.clear()
         for stored in self._world.store.rows():
@@ -184,6 +185,7 @@ class Fate:
                 for broker in (self._world.broker, self._world.handlers):
                     broker.refusals.pop(stored.row.headers["event_id"], None)
                     broker.deadly.discard(stored.row.headers["event_id"])
+                    broker.bugs.pop(stored.row.headers["event_id"], None)
                 self._order(stored, self._draw.choice(("redrive", "discard", "edit")))
 
     def _person_gives_an_order(self) -> None:

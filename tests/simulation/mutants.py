@@ -21,8 +21,8 @@ from sqlalchemy.orm import Session
 from pillarbox import cursor as cursors
 from pillarbox import lane as lanes
 from pillarbox import plan as plans
+from pillarbox import rejections, sending
 from pillarbox import relay as relays
-from pillarbox import sending
 from pillarbox.bus import Bus
 from pillarbox.collector import Collector
 from pillarbox.cursor import Cursor, Snapshot, Window
@@ -30,8 +30,10 @@ from pillarbox.fairness import Detours
 from pillarbox.lane import LaneWorker
 from pillarbox.leased_lane import LeasedLane
 from pillarbox.numbering import Numbering
-from pillarbox.outbox import LaneName, Status
+from pillarbox.outbox import Lane, LaneName, Row, Status
+from pillarbox.rejections import Accepted, Rejections
 from pillarbox.relay import Relay
+from pillarbox.retry import RetryPolicy
 from pillarbox.sending import Sender
 from pillarbox.session import BoundSession
 from pillarbox.transport import Message, Outcome, Rejection, Verdict
@@ -42,6 +44,7 @@ from tests.memory.store import MemoryStore
 from tests.simulation import simulate, writers
 from tests.simulation.brokers import NumberedBroker
 from tests.simulation.planted import Mutant, Plant, search
+from tests.simulation.poison import Poison
 
 MUTANTS: list[Mutant] = []
 
@@ -50,7 +53,7 @@ def mutant(*shows: str, seed: int = 0, **world: Any) -> Callable[[Plant], Plant]
     """Keep a mutant, with the invariants that may catch it."""
 
     def keep(plant: Plant) -> Plant:
-        options = {"failover": False, "sessions": False, "log": False} | world
+        options = {"failover": False, "sessions": False, "log": False, "poison": False} | world
         MUTANTS.append(Mutant(plant, shows, simulate, options, seed))
         return plant
 
@@ -332,6 +335,45 @@ def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
         return [self._lane(lane.name) for lane in taken]
 
     patch.setattr(MemoryStore, "take", forgetful)
+
+
+# -- poison ------------------------------------------------------------------------------------------------------------
+
+
+@mutant("I11", seed=152, poison=Poison.SHARE)
+def _suspicion_cleared_before_the_rejections_are_counted(patch: pytest.MonkeyPatch) -> None:
+    rejected = Rejections.rejected
+
+    def forgetful(self: Rejections, lane: Lane, row: Row, reason: str, _accepted: Accepted = ()) -> int | None:
+        return rejected(self, lane, row, reason)
+
+    patch.setattr(Rejections, "rejected", forgetful)
+
+
+@mutant("I11", seed=13, poison=Poison.SHARE)
+def _probes_only_what_failed_before(patch: pytest.MonkeyPatch) -> None:
+    """What was rejected is due again at once."""
+
+    def circling(place: rejections.Place, rows: Sequence[Row]) -> Row:
+        return min(rows, key=lambda row: row.order_key not in place.keys)
+
+    patch.setattr(sending, "PROBES", RetryPolicy(base=0.05, cap=0.05, attempts=1))
+    patch.setattr(rejections, "_choose", circling)
+
+
+@mutant("I9", "I11", seed=2, poison=Poison.BUGS)
+def _a_bug_is_taken_for_an_outage(patch: pytest.MonkeyPatch) -> None:
+    """That a batch without an answer is sent one message at a time would hide it."""
+    ask = Sender._ask
+
+    async def forgiving(self: Sender, messages: Sequence[Message]) -> Outcome:
+        try:
+            return await ask(self, messages)
+        except sending._Fault as fault:
+            return Outcome((), unfinished=Verdict.UNKNOWN, reason=fault.reason)
+
+    patch.setattr(sending, "UNANSWERED_TRIES", 1_000_000)
+    patch.setattr(Sender, "_ask", forgiving)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pillarbox.outbox import Delivery, FailurePolicy, Lane, LaneName, Status
-from pillarbox.transport import Message
+from pillarbox.transport import Message, Outcome
 from tests.memory.log import MemoryLogStore
 from tests.simulation.brokers import event_of
+from tests.simulation.loop import Life
 
 if TYPE_CHECKING:
     from .world import World
@@ -71,6 +72,8 @@ class Watch:
         self._world = world
         self._quiet = quiet
         self._deaths: dict[str, int] = {}
+        self._accepts: set[tuple[str, str, str | None]] = set()
+        """Relays with the topics and tenants of which the newest answer was not that all was rejected."""
         self.leases = not world.failover
         """Whether leases are what they seem."""
 
@@ -112,8 +115,13 @@ class Watch:
         if dead and lane.route.on_failure is FailurePolicy.SKIP:
             self._world.ledger.may_be_late.add(self._world.identity(stored.row))
 
-    def sending(self, relay: str, producer: str, messages: Sequence[Message]) -> None:
+    def sending(self, life: Life, producer: str, messages: Sequence[Message]) -> None:
         """A request leaves."""
+        relay = life.name
+        for topic in life.relay._rejections._topics.values():
+            for tenant, place in topic.places.items():
+                if place.blocked and not topic.blocked and (relay, topic.name, tenant) in self._accepts:
+                    self._complain(f"I11 poison: {relay} says that {place} rejects everything, just as it accepts some")
         if not self.leases:
             return
         name = self._world.producers[producer]
@@ -124,6 +132,13 @@ class Watch:
         for message in messages:
             if numbers.get(message.number) != event_of(message):
                 self._complain(f"announce: {relay} sends number {message.number} of {producer} without announcing it")
+
+    def answered(self, life: Life, messages: Sequence[Message], outcome: Outcome) -> None:
+        """A request has come to an end."""
+        for accepted, indexes in ((False, [it.index for it in outcome.rejected]), (True, outcome.accepted)):
+            for message in (messages[index] for index in indexes):
+                place = life.name, message.topic, message.headers.get("tenant_id")
+                (self._accepts.add if accepted else self._accepts.discard)(place)
 
     def _complain(self, violation: str) -> None:
         if not self._quiet:

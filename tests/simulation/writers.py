@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from pillarbox.outbox import BUS, Delivery, Key, LaneName, RouteRecord, stable_hash
+from pillarbox.transport import Capabilities
 from tests.simulation.brokers import FOR_EVER, UNSENDABLE
 from tests.simulation.checker import Entry
 
@@ -45,6 +46,16 @@ class Writers:
         """How many times more than others a tenant writes, once."""
         self.open: list[Transaction] = []
 
+    is_poisoned = False
+    """Whether something is wrong with deliveries that nothing but their failure shows."""
+    many_calls = 5_000
+    """A world that needs more of them does not come to rest."""
+    batches: tuple[int, ...] = (2, 4, 8)
+
+    def capabilities(self, numbered: bool) -> Capabilities:
+        """What the transport can do."""
+        return Capabilities(numbered=numbered, max_messages=6)
+
     def plan(self, seconds: float) -> None:
         """Decide who writes when."""
         chaos = self._world.chaos
@@ -62,13 +73,18 @@ class Writers:
         chaos, draw = self._world.chaos, self._world.draw
         locked = {key for transaction in self.open for key in transaction.keys}
         free = [key for key in self._keys if key not in locked]
-        keys = [draw.choice(free) for _ in range(draw.choice((1, 1, 2, 4)))] if free else []
+        keys = self._choose(free) if free else []
         if self._flood and keys and keys[0].tenant is not None:
             keys, self._flood = keys * self._flood, 0
         deliveries = [delivery for key in keys for delivery in self._event(key)]
         transaction = Transaction(xid, store.reserve(len(deliveries)), deliveries, set(keys))
         self.open.append(transaction)
         chaos.later(draw.choice((0.0, chaos.between(0, 4))), self._end, transaction, draw.random() < 0.15)
+
+    def _choose(self, free: Sequence[Key]) -> list[Key]:
+        """The keys of the events of a transaction."""
+        draw = self._world.draw
+        return [draw.choice(free) for _ in range(draw.choice((1, 1, 2, 4)))]
 
     def _event(self, key: Key) -> list[Delivery]:
         world, draw = self._world, self._world.draw
@@ -112,6 +128,13 @@ class Writers:
             else:
                 found = transaction.deliveries
                 self.commit(transaction, [Entry(it.topic, it.tenant, it.key, it.event_id, it.body) for it in found])
+
+    def go_on(self) -> None:
+        """Fate has relented, and some deliveries have not found their end."""
+
+    def overdue(self) -> list[str]:
+        """Deliveries that wait though nothing is wrong with them."""
+        return []
 
     def commit(self, transaction: Transaction, entries: Sequence[Entry]) -> None:
         """Put rows into the outbox, and into the ledger what must come of them."""
