@@ -19,6 +19,7 @@ from pillarbox.rejections import Rejections
 from pillarbox.relay import Pacing, Relay
 from pillarbox.report import Counts
 from pillarbox.retry import RetryPolicy
+from pillarbox.sending import Acknowledged
 from pillarbox.transport import Capabilities, Message, Outcome, Publisher
 from pillarbox.transports.memory import MemoryTransport
 from tests.memory.store import MemoryStore
@@ -198,7 +199,7 @@ class World:
         (lane,) = await self.store.take(name, lease=lease, wanted={self.route.id: 1})
         return lane
 
-    def worker(self, lane: Lane, *, seconds: float = 1e9) -> LaneWorker:
+    def worker(self, lane: Lane, *, seconds: float = 1e9, acknowledged: Acknowledged | None = None) -> LaneWorker:
         """The owner of a lane, who believes in the lease for that long."""
         return LaneWorker(
             lane,
@@ -210,6 +211,7 @@ class World:
             counts=Counts(),
             draw=half,
             changed=lambda: None,
+            acknowledged=acknowledged or {},
         )
 
 

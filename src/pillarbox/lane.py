@@ -43,7 +43,7 @@ class LaneWorker:
         changed: Callable[[], None],
         signals: Signals = SILENT,
         linger: float = 0.0,
-        acknowledged: Acknowledged | None = None,
+        acknowledged: Acknowledged,
     ) -> None:
         self.pace = Pace()
         self.idle = False
@@ -83,7 +83,7 @@ class LaneWorker:
         return self._leased.lane
 
     @property
-    def acknowledged(self) -> Acknowledged | None:
+    def acknowledged(self) -> Acknowledged:
         """What the destination is known to have of the announced batch."""
         return self._sender.acknowledged
 

@@ -465,7 +465,7 @@ class Relay:
             changed=partial(self._changed, lane.name),
             signals=self._signals,
             linger=0.0 if self._began_at is None else self._pacing.linger,
-            acknowledged=self._acknowledged.pop(lane.name, None),
+            acknowledged=self._acknowledged.pop(lane.name, {}),
         )
 
     def _changed(self, name: LaneName) -> None:
@@ -518,7 +518,7 @@ class Relay:
 
     def _remember(self, worker: LaneWorker) -> None:
         """What a destination has acknowledged is not sent again if the lane was lost only for a while."""
-        if (acknowledged := worker.acknowledged) is not None:
+        if acknowledged := worker.acknowledged:
             self._acknowledged[worker.lane.name] = acknowledged
 
     def _fields(self, event: LogEvent, lane: Lane | None = None, reason: str | None = None) -> dict[str, object]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from . import clock
 from .breaker import Breaker
@@ -49,12 +49,10 @@ NO_REASON = "no reason was given"
 _Item = tuple[int, Row]
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """What a destination is known to have of an announced batch."""
-
-    batch: int
-    numbers: Collection[int]
+Acknowledged = Mapping[int, str]
+"""The events of an announced batch that a destination is known to have, by their numbers: another database, which took
+over without knowing all that this one did, may give number and row to another event.
+"""
 
 
 class _Fault(Exception):  # noqa: N818  it never leaves this module
@@ -127,7 +125,7 @@ class Sender:
         breaker: Breaker,
         report: Report,
         draw: Callable[[], float],
-        acknowledged: Acknowledged | None,
+        acknowledged: Acknowledged,
     ) -> None:
         self.numbering = Numbering(publisher)
         self.stored = False
@@ -139,9 +137,10 @@ class Sender:
         self._breaker = breaker
         self._report = report
         self._draw = draw
-        known = acknowledged is not None and acknowledged.batch == leased.lane.batch
-        self._accepted: set[int] = {*acknowledged.numbers} if acknowledged is not None and known else set()
-        """The numbers of the announced batch that the destination has acknowledged."""
+        self._before = acknowledged
+        """What is known of the announced batch from an earlier time at the lane."""
+        self._accepted: dict[int, str] = {}
+        """What the destination has acknowledged of the announced batch."""
         self._acceptances = 0
         """How many requests were accepted, at least in part."""
         self._largest = LARGE
@@ -149,13 +148,10 @@ class Sender:
         """Rows that brought a fault about, each with the acceptances before it. They go alone."""
 
     @property
-    def acknowledged(self) -> Acknowledged | None:
+    def acknowledged(self) -> Acknowledged:
         """What is known of the announced batch: if the lane is lost, and comes back, it is not sent again."""
-        lane = self._leased.lane
-        if lane.announced is None or self._publisher.capabilities.numbered:
-            return None
-        whole = range(lane.announced.first_number, lane.next_number)
-        return Acknowledged(lane.batch, whole if self.stored else self._accepted)
+        numbered = self._publisher.capabilities.numbered  # then the destination knows what it has
+        return {} if numbered or self._leased.lane.announced is None else self._accepted
 
     # -- before a batch is announced -----------------------------------------------------------------------------------
 
@@ -272,7 +268,7 @@ class Sender:
         messages of all items may be given along.
         """
         if items is not None:
-            self._accepted = set()
+            self._accepted = {}
         self.stored = False
         began = clock.current().monotonic()
         care = _Care(deadly=self._leased.lane.tries >= DEADLY_TRIES, grows=self._publisher.capabilities.numbered)
@@ -311,9 +307,11 @@ class Sender:
             self._loners.pop(items[0][1].id, None)
         if outcome.unfinished is Verdict.UNKNOWN and most == 1 and not outcome.accepted:
             raise _Fault(outcome.reason, ready, unanswered=True)
-        if len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None:
+        is_all = len(outcome.accepted) == len(items) and not outcome.duplicates and outcome.unfinished is None
+        if not (is_all and self._publisher.capabilities.numbered):
+            self._accepted.update([(items[index][0], items[index][1].event) for index in outcome.accepted])
+        if is_all:
             return [], outcome
-        self._accepted.update([ready[index].number for index in outcome.accepted])
         passed: Collection[int] = ()
         if outcome.unfinished is not None and self._publisher.capabilities.numbered:
             # What is below a rejected number must be known to be stored before that is written down: it comes again.
@@ -449,7 +447,7 @@ class Sender:
             return await self._amend(items, 1, outcome), outcome
         await self._leased.amend((), attempts={row.id: row.attempts})
         if outcome.accepted:
-            self._accepted.add(number)
+            self._accepted[number] = row.event
         return [item for item in items if item[0] not in self._accepted], outcome
 
     async def _set_aside(self, items: list[_Item], fault: _Fault | None) -> list[_Item]:
@@ -534,11 +532,14 @@ class Sender:
     async def _left(self) -> list[_Item]:
         """What of the announced batch is not known to be stored."""
         try:
-            return [item for item in await self._leased.rebuild() if item[0] not in self._accepted]
+            items = await self._leased.rebuild()
         except BatchMismatchError:
             # Its next owner may have settled it. Then the lane is lost, and nothing is wrong with it.
             await self._leased.amend()
             raise
+        before, self._before = self._before, {}
+        self._accepted.update((number, row.event) for number, row in items if before.get(number) == row.event)
+        return [item for item in items if item[0] not in self._accepted]
 
     async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
         """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""

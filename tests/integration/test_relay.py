@@ -448,6 +448,7 @@ async def test_a_key_with_many_parked_events_goes_on_without_a_pause(postgres_da
             counts=Counts(),
             draw=half,
             changed=lambda: None,
+            acknowledged={},
         )
         worker.pace = Pace(batch=5)
         working = asyncio.create_task(worker.run())

@@ -166,6 +166,14 @@ class Fate:
         world.ledger.may_be_missing |= {
             world.identity(stored.row) for stored in world.store.rows() if stored.row.event_id not in kept
         }
+        if world.broker.numbered:
+            world.forgotten |= {
+                stored.id
+                for lane in older.lanes().values()
+                for stored in lane.sending.values()
+                if world.store.row(stored.id).status not in (Status.SENDING, Status.SENT)
+            }
+        world.ledger.may_be_missing |= {world.identity(older.row(row).row) for row in world.forgotten}
         world.store = older
         older.end_all()
         world.writers.open.clear()

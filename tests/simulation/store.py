@@ -104,7 +104,7 @@ class Watch:
     def _sent(self, stored: Any, owned: bool, lane: Lane) -> None:
         if not owned:
             self._complain(f"fence: row {stored.id} became SENT by epoch {lane.epoch} of {lane}, which was over")
-        if not self._world.has_arrived(stored.row):
+        if not self._world.has_arrived(stored.row) and stored.id not in self._world.forgotten:
             self._complain(f"I1 loss: row {stored.id} became SENT before it was stored")
 
     def _failed(self, stored: Any, lane: Lane, *, dead: bool) -> None:

@@ -94,8 +94,9 @@ class World(Course):
         super().__init__(seed, focus=focus, calm=calm, crash_at=crash_at)
         self.ledger = Ledger()
         poison = seed % 16 in (1, 6) if poison is None else poison
-        # A failover may forget that a message was rejected: then a numbered broker cannot but be thought to have it.
-        self.failover = seed % 10 == 7 and not poison if failover is None else failover
+        self.failover = seed % 10 == 7 if failover is None else failover
+        self.forgotten: set[int] = set()
+        """Rows of which a failover has forgotten that they were rejected: a numbered broker is thought to have them."""
         numbered = self.draw.random() < 0.6 if numbered is None else numbered
         self.broker: Broker = NumberedBroker(self.chaos) if numbered else Broker(self.chaos)
         self.handlers = Broker(self.chaos)

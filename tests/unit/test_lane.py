@@ -347,6 +347,32 @@ class TestUnknown:
 
 class TestLease:
     @in_virtual_time
+    async def test_an_owner_that_comes_back_sends_only_what_was_not_acknowledged(self) -> None:
+        world = World()
+        world.write("a1 b1")
+        first = world.worker(await world.take("r1"))
+        await first.turn()
+        assert world.sent == "a1 b1"
+        await asyncio.sleep(3.01)
+        again = world.worker(await world.take("r1"), acknowledged=first.acknowledged)
+        await again.run_once()
+        assert world.sent == "a1 b1"
+        assert world.statuses(Status.SENT) == "a1 b1"
+
+    @in_virtual_time
+    async def test_h102_what_was_acknowledged_before_a_failover_does_not_stand_for_other_events(self) -> None:
+        """The database that took over knows nothing of the batch, and has given its numbers and rows to others."""
+        lost, world = World(), World()
+        lost.write("a1")
+        before = lost.worker(await lost.take("r1"))
+        await before.turn()
+        world.write("b1")
+        after = world.worker(await _after_deaths(world, 1), acknowledged=before.acknowledged)
+        await after.run_once()
+        assert before.acknowledged.keys() == {1}
+        assert world.sent == "b1"
+
+    @in_virtual_time
     async def test_h32_an_owner_that_was_replaced_settles_nothing(self) -> None:
         world = World()
         world.write("a1")
