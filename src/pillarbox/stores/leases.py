@@ -18,10 +18,12 @@ from uuid import UUID, uuid4
 import msgspec
 from msgspec.structs import replace
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     ColumnElement,
     Connection,
     Integer,
+    Text,
     and_,
     bindparam,
     case,
@@ -317,14 +319,17 @@ def _with_waiting_keys(connection: Connection, taken: Sequence[Lane]) -> list[La
     """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
     skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
     is_dead = and_(failures.c.status == Status.FAILED, failures.c.route.in_(skipping))
-    found = connection.execute(
-        select(failures.c.route, failures.c.shard, failures.c.tenant, failures.c.key)
-        .where(among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
-        .distinct()
-    ).all()
-    waiting: dict[tuple[int, int], list[Key]] = {}
-    for route, shard, tenant, key in found:
-        waiting.setdefault((route, shard), []).append(Key(tenant, key))
+    here = (among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
+    of = (failures.c.route, failures.c.shard, failures.c.tenant)
+    waiting: dict[LaneName, list[Key]] = {}
+    if connection.dialect.name == "postgresql":
+        # A row for each of them would be more work for the garbage collector than the rest of a take-over.
+        keys = func.array_agg(failures.c.key.distinct(), type_=ARRAY(Text))
+        for route, shard, tenant, found in connection.execute(select(*of, keys).where(*here).group_by(*of)):
+            waiting.setdefault(LaneName(route, shard), []).extend([Key(tenant, key) for key in found])
+    else:
+        for route, shard, tenant, key in connection.execute(select(*of, failures.c.key).where(*here).distinct()):
+            waiting.setdefault(LaneName(route, shard), []).append(Key(tenant, key))
     return [replace(lane, waiting=frozenset(waiting.get(lane.name, ()))) for lane in taken]
 
 
