@@ -9,6 +9,7 @@ None of them keeps order per key once there are two, knows failures, or can be t
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -60,6 +61,7 @@ class Floor:
 
     async def refill_and_drain(self, events: int, kind: str = "mark") -> float:
         await self.fill(events)
+        gc.collect()
         return await self.drain(events, kind)
 
     async def wal_bytes(self) -> int:
