@@ -51,7 +51,7 @@ from .stores.pool import with_own_pool
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, Transport
-from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork
+from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork, Watchdog
 
 _Prepared = tuple[Dialect | None, tuple[RouteRecord, ...]]
 """The engine on which routes were registered, if they had to be, and the routes."""
@@ -118,7 +118,7 @@ class Pillarbox:
             raise ConfigurationError(f"shards must be between 1 and 4096, got {shards}")
         self.codecs = Codecs(tuple(codecs))
         self._shards = shards
-        self._slow_after = slow_after
+        self._watchdog = None if slow_after is None else Watchdog(slow_after)
         self._row_security = row_security
         self.tenancy = Tenancy(tenancy, row_security=row_security)
         capabilities = {name: transport.capabilities for name, transport in self.transports.items()}
@@ -273,7 +273,7 @@ class Pillarbox:
             self.tenancy,
             tenant=tenant,
             timeout=timeout,
-            slow_after=self._slow_after,
+            watchdog=self._watchdog,
             new_transaction=new_transaction,
         )
 

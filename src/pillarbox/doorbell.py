@@ -57,6 +57,7 @@ class Doorbell:
         self._hearers: list[Hearer] = []
         self._lock = threading.Lock()
         self._rung: set[LaneName] = set()
+        """What other threads have rung."""
         self._to_carry: set[LaneName] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._carrying: asyncio.Task[None] | None = None
@@ -72,11 +73,23 @@ class Doorbell:
         """Something was committed to these lanes. From any thread; returns at once."""
         if self._carrier is None and not self._hearers:
             return
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if self._loop is None:
+            self._loop = here
+        if self._loop is None or self._loop.is_closed():
+            return
+        if self._loop is here:
+            self._answer(lanes)
+            return
+        # Whoever rings is in a thread, or in a loop of its own; relays and the carrier belong to theirs.
         with self._lock:
             first = not self._rung
             self._rung.update(lanes)
         if first:
-            self._in_loop(self._answer)
+            self._loop.call_soon_threadsafe(self._answer_others)
 
     def use(self, carrier: Carrier) -> None:
         """From now on other processes are told, and heard, too."""
@@ -106,8 +119,7 @@ class Doorbell:
 
     async def close(self) -> None:
         """Let what is on its way go out, and tell nobody else any more."""
-        if self._rung:
-            self._answer()
+        self._answer_others()
         if self._carrying is not None:
             await asyncio.wait([self._carrying], timeout=1.0)
         if self._stopped is not None:  # told already: to be told twice would disturb it while it closes its connection
@@ -121,25 +133,12 @@ class Doorbell:
             carrier, self._carrier = self._carrier, None
             await carrier.close()
 
-    def _in_loop(self, work: Callable[[], None]) -> None:
-        """In the loop of the relays and the carrier: whoever rings may be in a thread, or in a loop of its own."""
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if self._loop is None:
-            self._loop = here
-        if self._loop is None or self._loop.is_closed():
-            with self._lock:
-                self._rung.clear()
-        elif self._loop is here:
-            here.call_soon(work)  # it is awake, and needs no system call to be woken
-        else:
-            self._loop.call_soon_threadsafe(work)
-
-    def _answer(self) -> None:
+    def _answer_others(self) -> None:
         with self._lock:
             lanes, self._rung = self._rung, set()
+        self._answer(lanes)
+
+    def _answer(self, lanes: Collection[LaneName]) -> None:
         unowned = self._tell(lanes)
         if self._carrier is not None and unowned:
             self._to_carry.update(unowned)

@@ -67,18 +67,17 @@ class UnitOfWork:
         *,
         tenant: str | None,
         timeout: float | None,
-        slow_after: float | None,
+        watchdog: Watchdog | None,
         new_transaction: bool,
     ) -> None:
         self._sessions = sessions
         self._tenancy = tenancy
         self._tenant = tenant
         self._timeout = asyncio.timeout(timeout) if timeout is not None else None
-        self._slow_after = slow_after
+        self._watchdog = watchdog
         self._new_transaction = new_transaction
         self._outer: UnitOfWork | None = None
         self._savepoint: Any = None
-        self._alarm: asyncio.TimerHandle | None = None
         self._session: AsyncSession | None = None
         self._open = False
         self._inner = 0
@@ -172,8 +171,8 @@ class UnitOfWork:
             session.info["uow"] = self
             self._tenancy.assign(session, self._tenant)
             session.begin()
-            if self._slow_after is not None:
-                self._alarm = asyncio.get_running_loop().call_later(self._slow_after, self._warn, task)
+            if self._watchdog is not None:
+                self._watchdog.watch(self, task, self._tenant)
         if self._timeout is not None:
             await self._timeout.__aenter__()
         self._token = _current.set((self, task))
@@ -225,9 +224,8 @@ class UnitOfWork:
         return self._savepoint.sync_transaction is self.session.sync_session.get_nested_transaction()
 
     async def _end(self, error: BaseException | None) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._watchdog is not None:
+            self._watchdog.forget(self)
         session = self.session.sync_session
         try:
             if error is None:
@@ -247,17 +245,46 @@ class UnitOfWork:
         finally:
             await _finish(self.session.close, self.session)
 
-    def _warn(self, task: asyncio.Task[Any] | None) -> None:
-        stack = (
-            "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in task.get_stack()).format())
-            if task
-            else ""
-        )
+
+class Watchdog:
+    """Tells of units of work that stay open for long. One timer serves them all, since most are over before it runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._open: dict[UnitOfWork, tuple[float, asyncio.Task[Any] | None, str | None]] = {}
+        """Since when, the oldest first, and in which task and for which tenant."""
+
+    def watch(self, unit: UnitOfWork, task: asyncio.Task[Any] | None, tenant: str | None) -> None:
+        """It is open from now on."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._timer, self._open = loop, None, {}
+        self._open[unit] = loop.time(), task, tenant
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._look, loop)
+
+    def forget(self, unit: UnitOfWork) -> None:
+        """It is over."""
+        self._open.pop(unit, None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now, self._timer = loop.time(), None
+        for unit, (since, task, tenant) in [*self._open.items()]:
+            if since + self._seconds > now:
+                self._timer = loop.call_at(since + self._seconds, self._look, loop)
+                return
+            del self._open[unit]
+            self._tell(task, tenant)
+
+    def _tell(self, task: asyncio.Task[Any] | None, tenant: str | None) -> None:
+        frames = [] if task is None else [(frame, frame.f_lineno) for frame in task.get_stack()]
         logger.warning(
             "a unit of work has been open for %s s; it holds locks and a connection. It is here:\n%s",
-            self._slow_after,
-            stack,
-            extra=telemetry.fields(telemetry.LOG_SLOW, tenant=self._tenant),
+            self._seconds,
+            "".join(traceback.StackSummary.extract(frames).format()),
+            extra=telemetry.fields(telemetry.LOG_SLOW, tenant=tenant),
         )
 
 

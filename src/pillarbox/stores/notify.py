@@ -36,6 +36,8 @@ class PostgresCarrier:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._sender: AsyncConnection | None = None
+        self._driver: Any = None
+        """The sender's own, so that a ring costs no greenlet."""
         self._sending = asyncio.Lock()
         self._heard = asyncio.Event()
         self._echo = ""
@@ -65,7 +67,7 @@ class PostgresCarrier:
 
     async def close(self) -> None:
         if self._sender is not None:
-            sender, self._sender = self._sender, None
+            sender, self._sender, self._driver = self._sender, None, None
             await sender.close()
         await self._engine.dispose()
 
@@ -77,10 +79,10 @@ class PostgresCarrier:
         try:
             if self._sender is None:
                 self._sender = await self._engine.connect()
-            driver = (await self._sender.get_raw_connection()).driver_connection
-            await _execute(driver, f"NOTIFY {CHANNEL}, '{payload}'")
+                self._driver = (await self._sender.get_raw_connection()).driver_connection
+            await _execute(self._driver, f"NOTIFY {CHANNEL}, '{payload}'")
         except BaseException:
-            sender, self._sender = self._sender, None
+            sender, self._sender, self._driver = self._sender, None, None
             if sender is not None:
                 with suppress(Exception):
                     await sender.invalidate()
