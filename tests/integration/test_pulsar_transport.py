@@ -51,7 +51,9 @@ class PulsarWorld(publishing.World):
         self._server = server
         self._link = link
         self.publisher: PulsarTransport = PulsarTransport(
-            f"pulsar://127.0.0.1:{link.port}", admin_url=server.admin_url, timeout=2.0, keep_alive=0.5, **options
+            f"pulsar://127.0.0.1:{link.port}",
+            admin_url=server.admin_url,
+            **{"timeout": 2.0, "keep_alive": 0.5} | options,
         )
         # The broker says where it is itself, and that is not the link.
         here = Endpoint("127.0.0.1", link.port)
@@ -117,6 +119,22 @@ async def test_a_producer_that_is_opened_while_we_give_up_is_not_lost(
             await opening
     assert await transport.open("lane", [topic]) == {topic: -1}
     await transport.close()
+
+
+async def test_a_holder_that_is_frozen_costs_its_successor_no_more_than_the_broker_takes_to_notice(
+    pulsar: Pulsar, link: Link
+) -> None:
+    """A lane has several topics, and what fails while others are open is left alone for longer and longer."""
+    sleeper = PulsarWorld(pulsar, link, keep_alive=3600.0).publisher
+    successor, topics = PulsarTransport(pulsar.url, admin_url=pulsar.admin_url), [new_topic() for _ in range(3)]
+    await sleeper.open("lane", topics[:1])
+    await successor.open("lane", topics[1:])
+    link.swallow(frozenset(Way))
+    began = asyncio.get_running_loop().time()
+    assert await successor.open("lane", topics) == dict.fromkeys(topics, -1)
+    assert asyncio.get_running_loop().time() - began < 7.5
+    await sleeper.close()
+    await successor.close()
 
 
 async def test_lanes_that_begin_together_ask_once_for_what_they_share(
