@@ -494,14 +494,15 @@ class Pillarbox:
         """Whether the database has one writer at a time."""
         return self.engine.dialect.name == "sqlite"
 
-    def relay_to(self, consumer: str, destination: Publisher) -> Relay:
+    def relay_to(self, consumer: str, destination: Publisher, grace: float) -> Relay:
         """A relay that serves nobody but a consumer of the outbox."""
         if isinstance(self.engine.pool, StaticPool):
             raise ConfigurationError(
                 f"consumer {consumer!r}: an in-memory SQLite has one connection, which relay and consumer would have "
                 "to share: use a file"
             )
-        return self._relay({f"{BUS}:{consumer}": destination}, f"{consumer}@{relay_name()}")
+        pacing = Pacing(grace=grace)
+        return self._relay({f"{BUS}:{consumer}": destination}, f"{consumer}@{relay_name()}", pacing=pacing)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 

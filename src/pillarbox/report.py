@@ -134,6 +134,11 @@ class Report:
             extra=self._about(telemetry.LOG_REJECTED, row, number, attempts, reason),
         )
 
+    def postponed(self) -> None:
+        """It is to be offered again later."""
+        if self._signals:
+            self._signals.count(telemetry.RETRIED, self._way)
+
     def refused_like_all(self) -> None:
         """It was rejected as everything is: that is nobody's attempt."""
         self._rejection()

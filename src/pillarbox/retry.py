@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigurationError
 
-_LONGEST = 366 * 86_400.0
+LONGEST = 366 * 86_400.0
 """Seconds. A database has no time for what is put off by thousands of years."""
 
 
@@ -29,8 +29,8 @@ class RetryPolicy:
             raise ConfigurationError(
                 f"RetryPolicy: base must be above 0 and at most cap, got base={self.base}, cap={self.cap}"
             )
-        if self.cap > _LONGEST:
-            raise ConfigurationError(f"RetryPolicy: cap must be at most a year ({_LONGEST:.0f} s), got {self.cap}")
+        if self.cap > LONGEST:
+            raise ConfigurationError(f"RetryPolicy: cap must be at most a year ({LONGEST:.0f} s), got {self.cap}")
         if self.attempts < 1:
             raise ConfigurationError(f"RetryPolicy: attempts must be at least 1, got {self.attempts}")
 

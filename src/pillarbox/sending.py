@@ -27,7 +27,8 @@ from .plan import Plan, stops_key
 from .redaction import redacted
 from .rejections import PROBES, Accepted, Rejections
 from .report import Report
-from .transport import Message, Outcome, Publisher, TopicsRefusedError, Verdict, contradiction
+from .retry import LONGEST
+from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedError, Verdict, contradiction
 
 logger = logging.getLogger("pillarbox")
 
@@ -389,7 +390,7 @@ class Sender:
         self, items: list[_Item], asked: int, outcome: Outcome, passed: Collection[int] = ()
     ) -> list[_Item]:
         """Write down what was rejected, before anything with a higher number leaves; what may go on comes back."""
-        reasons = {rejection.index: rejection.reason for rejection in outcome.rejected}
+        rejected = {rejection.index: rejection for rejection in outcome.rejected}
         failures: list[Failure] = []
         parked: list[int] = []
         left: list[_Item] = []
@@ -399,8 +400,11 @@ class Sender:
         for index, (number, row) in enumerate(items):
             if index in stored:
                 continue
-            if index in reasons:
-                failures.append(self._rejected(row, reasons[index], number, places))
+            if (rejection := rejected.get(index)) is not None:
+                later = rejection.retry_after is not None
+                failures.append(
+                    self._postponed(row, rejection) if later else self._rejected(row, rejection.reason, number, places)
+                )
                 if stops_key(failures[-1], self._leased.lane):
                     stopped.add(row.order_key)
             elif passed and index < asked and index not in passed:
@@ -426,6 +430,13 @@ class Sender:
         failure = self.failed(row, reason)
         self.tell(row, failure, number)
         return failure
+
+    def _postponed(self, row: Row, rejection: Rejection) -> Failure:
+        """It is to be offered again later, and there is nothing wrong with it."""
+        self._breaker.close()
+        self._report.postponed()
+        wait = min(max(0.0, rejection.retry_after or 0.0), LONGEST)
+        return Failure(row.id, row.attempts, redacted(rejection.reason) or NO_REASON, wait)
 
     async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;

@@ -69,10 +69,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A message that the destination refuses, whatever we do."""
+    """A message that the destination refuses, whatever we do; or now."""
 
     index: int
     reason: str
+    retry_after: float | None = None
+    """Seconds after which it may be offered again, and its key waits. Then nothing is wrong with it: no attempt is
+    counted, and nothing is held against the destination.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +269,11 @@ def _mistyped(outcome: object) -> str | None:
         ("rejected", outcome.rejected, Rejection),
         ("rejected", [rejection.index for rejection in outcome.rejected if isinstance(rejection, Rejection)], int),
         ("rejected", [rejection.reason for rejection in outcome.rejected if isinstance(rejection, Rejection)], str),
+        (
+            "rejected",
+            [it.retry_after for it in outcome.rejected if getattr(it, "retry_after", None) is not None],
+            float,
+        ),
         ("unfinished", () if outcome.unfinished is None else (outcome.unfinished,), Verdict),
         ("reason", (outcome.reason,), str),
     ):

@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 import pytest
-from sqlalchemy import String, func, select
+from sqlalchemy import String, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -41,6 +41,7 @@ from pillarbox.stores.tables import inbox
 from pillarbox.transport import Received, Subscription
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import EACH_DATABASE, FreshDatabase
+from tests.relays import until
 from tests.servers import Database
 
 TOPIC, REPLIES = "consumed", "replied"
@@ -350,14 +351,20 @@ async def test_h87_while_the_database_is_away_the_rest_of_a_batch_is_not_tried(
     await ask(box, *[(f"k{number}", number) for number in range(50)])
     works = [Work(Received(message), message.key) for message in broker.sent(TOPIC)]
 
-    def away(*_: Any) -> Any:
+    asked: list[int] = []
+
+    def away(*arguments: Any) -> Any:
+        asked.append(len(arguments[-1]))
         raise ConnectionRefusedError("the database")
 
     monkeypatch.setattr(Processor, "_admit", away)
     for _ in range(2):
+        asked.clear()
         dealt = await consumer._processor.deal(works)
-        assert len(dealt.reasons) == OUTAGE
+        assert asked == [50, *[1] * OUTAGE]
         assert {*dealt.delays} == {work.line for work in works}
+        assert dealt.away == "ConnectionRefusedError: the database"
+        assert not dealt.reasons
 
 
 async def test_tenants_are_never_in_one_transaction(box: Pillarbox) -> None:
@@ -1011,6 +1018,68 @@ async def test_the_outbox_itself_is_a_source(box: Pillarbox, batch: int) -> None
     assert [number for subject, number in found if subject == "k1"] == [1, 5]
     assert [letter.reason for letter in await letters(box)] == ["three"]
     assert (await consumer.drain()).handled == 0
+
+
+BAD, GOOD = 100, 20
+"""Keys of a tenant that fail, and events of another one that do not."""
+
+
+async def test_a_tenant_whose_handler_fails_for_now_stops_no_other_and_costs_no_attempt(box: Pillarbox) -> None:
+    consumer = box.consumer("inside", source="outbox", retry=QUICKLY)
+    mended, good = asyncio.Event(), asyncio.Event()
+    tried: set[str] = set()
+
+    @consumer.on(Asked)
+    async def write(event: Asked, uow: UnitOfWork) -> None:
+        if event.subject.startswith("bad"):
+            tried.add(event.subject)
+            if not mended.is_set():
+                raise ConnectionError("its server is away")
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+        if event.number == GOOD - 1:
+            good.set()
+
+    async with box.unit_of_work() as uow:
+        for number in range(BAD):
+            for turn in range(2):
+                uow.publish(Asked(subject=f"bad {number}", number=-2 + turn), key=f"k{number}", tenant="bad")
+    for number in range(GOOD):
+        async with box.unit_of_work() as uow:
+            uow.publish(Asked(subject="good", number=number), key="k1", tenant="good")
+    running = asyncio.create_task(consumer.run())
+    async with asyncio.timeout(20):
+        await good.wait()
+    await until(lambda: len(tried) == BAD)
+    async with box.engine.connect() as connection:
+        assert (await connection.execute(text("SELECT max(attempts) FROM outbox_events"))).scalar_one() == 0
+    mended.set()
+    consumer.stop()
+    await running
+    await consumer.drain()
+    found = await effects(box)
+    assert [number for subject, number in found if subject == "good"] == [*range(GOOD)]
+    for number in range(BAD):
+        assert [turn for subject, turn in found if subject == f"bad {number}"] == [-2, -1]
+    assert await letters(box) == []
+
+
+async def test_concurrency_holds_over_all_lanes_of_the_outbox(box: Pillarbox) -> None:
+    consumer = box.consumer("inside", source="outbox", concurrency=1)
+    at_work, most = 0, 0
+
+    @consumer.on(Asked)
+    async def work(_event: Asked) -> None:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        await asyncio.sleep(0.01)
+        at_work -= 1
+
+    async with box.unit_of_work() as uow:
+        for number in range(40):
+            uow.publish(Asked(subject="any", number=number), key=f"k{number}")
+    assert (await consumer.drain()).handled == 40
+    assert most == 1
 
 
 # -- its life ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -787,6 +788,29 @@ class TestBugsOfTransports:
             await until(lambda: world.status("x1") is Status.FAILED)
         assert world.attempts("x1") == 3
         assert world.statuses(Status.SENT) == "a1 b1"
+
+    @in_virtual_time
+    async def test_what_a_destination_cannot_take_now_is_offered_again_and_costs_no_attempt(self) -> None:
+        world = World(kind=MemoryLogStore)
+        offered: list[float] = []
+
+        async def busy(_producer: str, events: str) -> Outcome | None:
+            late = [index for index, event in enumerate(events.split()) if event.startswith("x")]
+            if not late or len(offered) == 5:
+                return None
+            offered.append(asyncio.get_running_loop().time())
+            others = [index for index in range(len(events.split())) if index not in late]
+            return Outcome(others, [Rejection(index, "busy", retry_after=10.0) for index in late])
+
+        world.broker.before = busy
+        world.write(" ".join(f"x{number}" for number in range(30)))  # evidence enough, if they were rejections
+        world.write("a1 b1")
+        async with running(world.relay()):
+            await until(lambda: world.statuses(Status.SENT) == "a1 b1")
+            assert {world.attempts(event) for event in world.rows} == {0}
+            assert {world.status(event) for event in world.rows} - {Status.SENT} <= {Status.RETRYING, Status.PARKED}
+            await until(lambda: len(world.statuses(Status.SENT).split()) == 32)
+        assert all(later - earlier >= 10.0 for earlier, later in pairwise(offered))
 
     @in_virtual_time
     async def test_h120_a_numbered_event_that_is_stored_before_the_bug_shows_stops_no_other(self) -> None:

@@ -118,7 +118,7 @@ class Consumer:
         )
         self._intake: Intake
         if subscriber is None:
-            self._intake = OutboxIntake(self._processor, flow.batch, lambda it: home.relay_to(name, it))
+            self._intake = OutboxIntake(self._processor, flow, lambda it: home.relay_to(name, it, flow.grace))
         else:
             self._intake = SubscriptionIntake(
                 subscriber,

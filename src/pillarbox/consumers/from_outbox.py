@@ -2,18 +2,19 @@
 
 The consumer is a destination of its own, like a durable handler: its events are written to the outbox under a route
 with its name, a relay brings them in order per key, and what it has dealt with counts as delivered. A message that
-fails for now is rejected for now: the relay lets its key wait, and brings it again. While none can be dealt with, the
-consumer is a destination that is away.
+fails for now is rejected for now: the relay lets its key wait, and brings it again. While its database is away, so is
+the consumer.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..relay import Relay
 from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
 from .desk import Line, Work
-from .intake import Deals
+from .intake import Deals, Flow
 
 AT_ONCE = 20
 """How many messages a lane hands over to a consumer that has a transaction for each."""
@@ -22,9 +23,11 @@ AT_ONCE = 20
 class OutboxIntake:
     """`Intake` from the outbox of the same box. ``relay`` makes a relay for a destination."""
 
-    def __init__(self, deals: Deals, batch: int, relay: Callable[[ConsumerDestination], Relay]) -> None:
-        self._destination = ConsumerDestination(deals, batch)
-        self._make = relay
+    def __init__(self, deals: Deals, flow: Flow, relay: Callable[[ConsumerDestination], Relay]) -> None:
+        self._deals = deals
+        self._flow = flow
+        self._destination: ConsumerDestination | None = None
+        self._make_relay = relay
         self._relay: Relay | None = None
 
     @property
@@ -35,30 +38,36 @@ class OutboxIntake:
         return None
 
     def at_hand(self) -> list[Work]:
-        return self._destination.at_hand()
+        return [] if self._destination is None else self._destination.at_hand()
 
     def stop(self) -> None:
         if self._relay is not None:
             self._relay.stop()
 
     async def run(self) -> None:
-        self._relay = self._make(self._destination)
+        self._relay = self._begin()
         try:
             await self._relay.run()
         finally:
             self._relay = None
 
     async def drain(self, idle: float) -> None:  # noqa: ARG002  the outbox knows when it is empty
-        await self._make(self._destination).drain()
+        await self._begin().drain()
+
+    def _begin(self) -> Relay:
+        self._destination = ConsumerDestination(self._deals, self._flow)
+        return self._make_relay(self._destination)
 
 
 class ConsumerDestination:
     """A `Publisher` that deals with what it is sent."""
 
-    def __init__(self, deals: Deals, batch: int) -> None:
-        self.capabilities = Capabilities(max_messages=max(batch, AT_ONCE), timeout=None)  # `Consumer` has a timeout
+    def __init__(self, deals: Deals, flow: Flow) -> None:
+        self.capabilities = Capabilities(max_messages=max(flow.batch, AT_ONCE), timeout=None)  # `Consumer` has one
         self._deals = deals
-        self._batch = batch
+        self._batch = flow.batch
+        self._hands = asyncio.Semaphore(flow.concurrency)
+        """Lanes send at the same time, and each of them at most once."""
         self._working: dict[int, Sequence[Work]] = {}
 
     def at_hand(self) -> list[Work]:
@@ -77,26 +86,26 @@ class ConsumerDestination:
         places = {id(work): index for index, work in enumerate(works)}
         accepted: list[int] = []
         rejected: dict[Line, Rejection] = {}
-        away: str | None = None
+        away = ""
         self._working[id(works)] = works
         try:
             for batch in _batches(works, self._batch):
-                free = [work for work in batch if work.line not in rejected]
-                if not free:
+                if not (free := [work for work in batch if work.line not in rejected]):
                     continue
-                dealt = await self._deals.deal(free)
+                async with self._hands:
+                    dealt = await self._deals.deal(free)
                 accepted += [places[id(work)] for work in dealt.settled]
+                reasons = dict.fromkeys(dealt.delays, next(iter(dealt.reasons.values()), "")) | dealt.reasons
                 for work in dealt.left:
-                    if work.line in dealt.reasons:
-                        rejected.setdefault(work.line, Rejection(places[id(work)], dealt.reasons[work.line]))
-                    else:
-                        away = dealt.away or "everything fails"
-                if away is not None:
+                    if work.line in dealt.delays and not (dealt.away and work.line not in dealt.reasons):
+                        later = Rejection(places[id(work)], reasons[work.line], dealt.delays[work.line])
+                        rejected.setdefault(work.line, later)
+                if away := dealt.away:
                     break
         finally:
             del self._working[id(works)]
-        verdict = None if away is None else Verdict.UNAVAILABLE
-        return Outcome(sorted(accepted), [*rejected.values()], unfinished=verdict, reason=away or "")
+        verdict = Verdict.UNAVAILABLE if away else None
+        return Outcome(sorted(accepted), [*rejected.values()], unfinished=verdict, reason=away)
 
     async def close(self, producer: str | None = None) -> None:
         """Nothing is open."""

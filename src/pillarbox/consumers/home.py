@@ -74,6 +74,6 @@ class Home(Protocol):
         """Call a function of a connection, in a transaction of its own, which is committed."""
         ...
 
-    def relay_to(self, consumer: str, destination: Publisher) -> Relay:
+    def relay_to(self, consumer: str, destination: Publisher, grace: float) -> Relay:
         """A relay that serves nobody but this consumer."""
         ...

@@ -143,7 +143,7 @@ class Processor:
                 return self._wait_for_swap(works, error)
             if len(works) > 1:
                 return await self._one_by_one(works if self._begun == begun else self._untried_first(works))
-            return await self._after_failure(works[0], error)
+            return await self._after_failure(works[0], error, begun=self._begun > begun)
         return Dealt([*works])
 
     async def _one_by_one(self, works: Sequence[Work]) -> Dealt:
@@ -263,7 +263,7 @@ class Processor:
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    async def _after_failure(self, work: Work, error: BaseException) -> Dealt:
+    async def _after_failure(self, work: Work, error: BaseException, *, begun: bool) -> Dealt:
         failure = classify(error)
         reason = f"{type(error).__name__}: {error}"
         kind: LetterKind | None = None
@@ -285,8 +285,12 @@ class Processor:
                 self._forget(work)
                 return Dealt([work])
         self._tell_if_long(work, trouble, reason)
-        delay = self._retry.delay(trouble.attempts)
-        return Dealt(left=[work], delays={work.line: delay}, reasons={work.line: redacted(reason)})
+        dealt = Dealt(left=[work], delays={work.line: self._retry.delay(trouble.attempts)})
+        if failure is Failure.TRANSIENT and not begun:
+            dealt.away = redacted(reason)  # the database did not even let the handler begin
+        else:
+            dealt.reasons[work.line] = redacted(reason)
+        return dealt
 
     def _wait_for_swap(self, works: Sequence[Work], error: BeingSwappedError) -> Dealt:
         """To try them one by one would change nothing, and to reject them would say that they are at fault."""

@@ -95,8 +95,7 @@ class Takeover:
                 takes_turns=lambda: box.takes_turns,
             )
         elif isinstance(intake, OutboxIntake):
-            name = consumer.name
-            consumer._intake = OutboxIntake(deals, intake._destination._batch, lambda it: box.relay_to(name, it))
+            consumer._intake = OutboxIntake(deals, intake._flow, intake._make_relay)
 
     def _stand_in(self, consumer: Consumer, subscriber: object, given: Mapping[str, Any]) -> MemoryTransport:
         """The broker in place of a subscriber. One that is no transport itself, as for Pulsar, gets what the routes of
