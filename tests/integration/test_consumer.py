@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -1126,6 +1127,34 @@ async def test_h91_what_takes_too_long_is_undone_and_comes_again(box: Pillarbox)
     for_ever = False
     assert (await consumer.drain()).handled == 1
     assert await effects(box) == [("a", 1)]
+
+
+async def test_a_plain_handler_that_outlives_its_timeout_is_not_called_beside_itself_and_stops_nobody(
+    box: Pillarbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = box.consumer("plain", source="broker", topics=[TOPIC], retry=QUICKLY, timeout=0.1, concurrency=2)
+    ended, calls, at_once = threading.Event(), [], set()
+    dealt_with: set[int] = set()
+
+    @consumer.on(Asked)
+    def work(event: Asked) -> None:
+        if event.subject != "slow":
+            dealt_with.add(event.number)
+            return
+        calls.append(event.number)
+        at_once.add(len(calls))
+        ended.wait()
+        calls.pop()
+
+    await ask(box, ("slow", 1), *[(f"quick {number}", number) for number in range(50)], ("slow", 2))
+    running = asyncio.create_task(consumer.run())
+    await until(lambda: len(dealt_with) == 50)
+    await until(lambda: caplog.text.count("still at work") > 1)
+    ended.set()
+    consumer.stop()
+    await running
+    assert at_once == {1}
+    assert (await consumer.drain()).handled == 2
 
 
 async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: MemoryTransport) -> None:

@@ -6,12 +6,12 @@ inbox, its session, the circumstances of the message. They are looked at once, w
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
@@ -23,6 +23,7 @@ from ..errors import ConfigurationError, UnregisteredEventError
 from ..event import EventType, registry
 from ..transport import Message
 from ..unit_of_work import UnitOfWork
+from .threads import Threads
 
 _NO_MESSAGE = Message("", "", b"", {})
 
@@ -103,6 +104,7 @@ class Handlers:
     def __init__(self) -> None:
         self._calls: dict[type, list[_Call]] = {}
         self._kinds: dict[type, EventType] = {}
+        self._threads = Threads()
 
     @property
     def kinds(self) -> Collection[EventType]:
@@ -120,7 +122,7 @@ class Handlers:
             known = {kind: registry.of_type(kind) for kind in kinds}
         except UnregisteredEventError as error:
             raise UnregisteredEventError(f"{where}: {error}") from None
-        call = _Call(handler, kinds)
+        call = _Call(handler, kinds, self._threads)
         self._kinds |= known
         for kind in known:
             self._calls.setdefault(kind, []).append(call)
@@ -139,19 +141,21 @@ class Handlers:
 class _Call:
     """A handler, and where in its signature everything belongs."""
 
-    def __init__(self, handler: Handler, kinds: Sequence[type]) -> None:
+    def __init__(self, handler: Handler, kinds: Sequence[type], threads: Threads) -> None:
         self._handler = handler
         self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
             getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
         )
         self._wants = _wants(handler, kinds)
+        self._threads = threads
 
     async def __call__(self, event: object, uow: UnitOfWork, context: MessageContext) -> None:
         given = {name: find(event, uow, context) for name, find in self._wants.items()}
         if self._is_async:
             await self._handler(**given)
             return
-        result = await asyncio.to_thread(self._handler, **given)  # it may block, and other messages must not wait
+        call = self, context.topic, context.tenant, context.event_id
+        result = await self._threads.call(call, partial(self._handler, **given))
         if inspect.isawaitable(result):
             await result
 
