@@ -186,7 +186,7 @@ class Pillarbox:
         workers: list[Consumer | Relay] = [*self.consumers.values(), *self._relays]
         for worker in workers:
             worker.stop()
-            await worker.finished()
+        await asyncio.gather(*(worker.finished() for worker in workers))
         self._started = False
         for name, transport in self.transports.items():
             try:

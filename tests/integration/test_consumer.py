@@ -1157,6 +1157,49 @@ async def test_a_plain_handler_that_outlives_its_timeout_is_not_called_beside_it
     assert (await consumer.drain()).handled == 2
 
 
+async def test_a_group_that_was_joined_in_the_moment_of_being_cancelled_is_left(
+    box: Pillarbox, broker: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker would deal messages to a member that is not there."""
+    consumer, subscribe, left = answering(box), broker.subscribe, asyncio.Event()
+
+    async def join(topics: Sequence[str], group: str) -> Subscription:
+        subscription = await subscribe(topics, group)
+        monkeypatch.setattr(subscription, "close", close)
+        asyncio.get_running_loop().call_soon(running.cancel)
+        return subscription
+
+    async def close() -> None:
+        left.set()
+
+    monkeypatch.setattr(broker, "subscribe", join)
+    running = asyncio.create_task(consumer.run())
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(5):
+        await left.wait()
+
+
+async def test_a_box_that_stops_waits_for_all_its_consumers_at_once(box: Pillarbox) -> None:
+    consumers = [answering(box, f"answers {number}", grace=0.5) for number in range(6)]
+    at_work = asyncio.Semaphore(0)
+    for consumer in consumers:
+
+        @consumer.on(Asked)
+        async def dawdle(_event: Asked) -> None:
+            at_work.release()
+            await asyncio.get_running_loop().create_future()
+
+    running = [asyncio.create_task(consumer.run()) for consumer in consumers]
+    await ask(box, ("a", 1))
+    for _ in consumers:
+        await at_work.acquire()
+    began = asyncio.get_running_loop().time()
+    await box.stop()
+    assert asyncio.get_running_loop().time() - began < 2.0
+    await asyncio.gather(*running)
+
+
 async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     came = asyncio.Event()

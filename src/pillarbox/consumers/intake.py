@@ -83,6 +83,12 @@ class Flow:
     """How long it may take to finish, when the consumer stops."""
 
 
+async def _leave(joining: asyncio.Future[Subscription]) -> None:
+    """It was cancelled, perhaps when it was through already."""
+    with suppress(Exception, asyncio.CancelledError):
+        await (await joining).close()
+
+
 class SubscriptionIntake:
     """`Intake` from a broker."""
 
@@ -109,6 +115,8 @@ class SubscriptionIntake:
         self._desk = Desk()
         self._working: dict[asyncio.Task[None], Sequence[Work]] = {}
         self._subscription: Subscription | None = None
+        self._leaving: asyncio.Future[None] | None = None
+        """Of a group that we have joined though we did not want to any more."""
         self._stopping = False
         self._change = asyncio.Event()
         self._room = asyncio.Event()
@@ -156,13 +164,16 @@ class SubscriptionIntake:
         self._change.clear()
         joining = asyncio.ensure_future(self._subscriber.subscribe(self._topics, self._group))
         stopping = asyncio.ensure_future(self._until_stopped())
+        joined = False
         try:
             await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return joining.result() if joining.done() else None
+            joined = joining.done()
+            return joining.result() if joined else None
         finally:
             stopping.cancel()
-            if not joining.done():
+            if not joined:
                 joining.cancel()
+                self._leaving = asyncio.ensure_future(_leave(joining))
 
     async def _until_stopped(self) -> None:
         while not self._stopping:
