@@ -455,8 +455,9 @@ _INCOMING = (
 LOG_HANDLING_FAILED = LogEvent(
     "consumer.failed",
     "warning",
-    "A handler has failed; the class says what follows. Of the class `business`, the level is info.",
-    (*_INCOMING, "failure", "reason"),
+    "A handler has failed; the class says what follows. Of the class `business`, the level is info. One line a minute "
+    "for each class, type of error and tenant; `times` counts since the last one.",
+    (*_INCOMING, "failure", "reason", "times"),
 )
 LOG_STUCK = LogEvent(
     "consumer.stuck",
@@ -467,8 +468,9 @@ LOG_STUCK = LogEvent(
 LOG_LETTER = LogEvent(
     "consumer.letter",
     "error",
-    "A message has become a letter. Of the kind `rejected`, the level is info.",
-    (*_INCOMING, "kind", "reason"),
+    "A message has become a letter. Of the kind `rejected`, the level is info. One line a minute for each kind and "
+    "tenant; `times` counts since the last one.",
+    (*_INCOMING, "kind", "reason", "times"),
 )
 LOG_SOURCE_AWAY = LogEvent(
     "consumer.source_away", "warning", "The source cannot be subscribed to. Once per outage.", ("consumer", "reason")

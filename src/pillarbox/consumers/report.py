@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +20,9 @@ from .handling import Incoming, LeftOut
 logger = logging.getLogger("pillarbox")
 
 _NOTHING = LeftOut()
+A_LINE_EVERY = 60.0
+"""Seconds between two lines about the same kind of failure of the same tenant."""
+_KINDS_KEPT = 1_000
 
 
 @dataclass(slots=True)
@@ -42,6 +46,26 @@ class Position:
     occurred_at: datetime | None = None
 
 
+class _Lines:
+    """One line a minute for each kind of thing that happens: a tenant with a million bad messages must not fill a disk,
+    nor hide what else is said.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, tuple[float, int]] = {}
+        """When each was told last, and how often it has happened since."""
+
+    def due(self, kind: Hashable) -> int:
+        """How often it has happened since the last line, now included; 0 if it is not to be told again yet."""
+        now = clock.current().monotonic()
+        told, since = self._kinds.pop(kind, (-math.inf, 0))
+        is_due = now - told >= A_LINE_EVERY
+        self._kinds[kind] = (now, 0) if is_due else (told, since + 1)
+        if len(self._kinds) > _KINDS_KEPT:
+            del self._kinds[next(iter(self._kinds))]
+        return since + 1 if is_due else 0
+
+
 class ConsumerReport:
     """The voice of one consumer."""
 
@@ -52,6 +76,7 @@ class ConsumerReport:
         """Of the events that came last: how far they were ahead of their rows."""
         self._consumer = consumer
         self._labels = (consumer,)
+        self._lines = _Lines()
         self._signals = signals
 
     def begins(self) -> None:
@@ -127,13 +152,16 @@ class ConsumerReport:
         self.tally.failures += 1
         if self._signals:
             self._signals.count(telemetry.HANDLING_FAILED, (*self._labels, failure.value))
-        logger.log(
-            logging.INFO if failure is Failure.BUSINESS else logging.WARNING,
-            "consumer %s: event %s failed (%s): %s",
-            *(self._consumer, message.headers.get("event_id"), failure.value, reason),
-            extra=self._about(telemetry.LOG_HANDLING_FAILED, message, failure=failure.value, reason=reason),
-        )
         logger.debug("consumer %s failed", self._consumer, exc_info=error)
+        if times := self._lines.due((failure, type(error), message.headers.get("tenant_id"))):
+            logger.log(
+                logging.INFO if failure is Failure.BUSINESS else logging.WARNING,
+                "consumer %s: event %s failed (%s): %s%s",
+                *(self._consumer, message.headers.get("event_id"), failure.value, reason, _and_others(times)),
+                extra=self._about(
+                    telemetry.LOG_HANDLING_FAILED, message, failure=failure.value, reason=reason, times=times
+                ),
+            )
 
     def stuck(self, message: Message, attempts: int, seconds: float, reason: str) -> None:
         """It has failed for long, and is still tried."""
@@ -148,12 +176,14 @@ class ConsumerReport:
         self.tally.letters += 1
         if self._signals:
             self._signals.count(telemetry.LETTERS, (*self._labels, letter.kind.value))
-        logger.log(
-            logging.INFO if letter.kind is LetterKind.REJECTED else logging.ERROR,
-            "consumer %s: event %s has become a letter (%s): %s",
-            *(self._consumer, letter.event_id, letter.kind.value, letter.reason),
-            extra=self._about(telemetry.LOG_LETTER, letter.message, kind=letter.kind.value, reason=letter.reason),
-        )
+        if times := self._lines.due((letter.kind, letter.tenant)):
+            kind, reason = letter.kind.value, letter.reason
+            logger.log(
+                logging.INFO if letter.kind is LetterKind.REJECTED else logging.ERROR,
+                "consumer %s: event %s has become a letter (%s): %s%s",
+                *(self._consumer, letter.event_id, kind, reason, _and_others(times)),
+                extra=self._about(telemetry.LOG_LETTER, letter.message, kind=kind, reason=reason, times=times),
+            )
 
     def away(self, reason: str) -> None:
         """The source is unavailable."""
@@ -180,3 +210,7 @@ class ConsumerReport:
             trace_id=trace_id(headers.get("traceparent")),
             **given,
         )
+
+
+def _and_others(times: int) -> str:
+    return f" (and {times - 1:,} more of the kind since the last line)" if times > 1 else ""
