@@ -676,14 +676,33 @@ async def test_s54_a_message_by_the_topic_of_another_tenant_is_quarantined(
     await broker.send("acme itself", [Message("by-acme", "a", sent.body, sent.headers)])
     await broker.send("a stranger", [Message("by-evil", "a", sent.body, {**nobodys, "event_id": str(uuid4())})])
     tally = await consumer.drain()
-    assert (tally.handled, tally.letters) == (2, 0)  # the enemy has not taken the event's place
-    assert sorted(seen, key=str) == [("acme", "a"), (None, "a")]
-    [letter] = await letters(box)
-    assert (letter.kind, letter.tenant, letter.event_id) == (LetterKind.POISON, None, asked.event_id)
-    assert "'acme' does not fit the topic 'by-evil'" in letter.reason
+    assert (tally.handled, tally.letters) == (1, 1)  # the enemy has not taken the event's place
+    assert seen == [("acme", "a")]
+    enemys, strangers = sorted(await letters(box), key=lambda letter: letter.event_id != asked.event_id)
+    assert (enemys.kind, enemys.tenant, enemys.event_id) == (LetterKind.POISON, None, asked.event_id)
+    assert "'acme' does not fit the topic 'by-evil'" in enemys.reason
+    assert (strangers.kind, strangers.tenant) == (LetterKind.POISON, None)
+    assert "none is named, and 'by-evil' is a tenant's topic" in strangers.reason
     with pytest.raises(HeaderError, match="does not fit"):
-        await consumer.redrive(letter.id)
-    assert len(seen) == 2
+        await consumer.redrive(enemys.id)
+    assert len(seen) == 1
+
+
+async def test_s54_what_no_header_can_be_and_what_is_nested_too_deep_is_poison_at_once(
+    box: Pillarbox, broker: MemoryTransport
+) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    sent = broker.sent(TOPIC)[0]
+    deep = b'{"subject": ' + b"[" * 50_000 + b"]" * 50_000 + b', "number": 1}'
+    bad = [
+        Message(TOPIC, "b", sent.body, {**sent.headers, "event_id": str(uuid4()), "correlation_id": "\n"}),
+        Message(TOPIC, "c", deep, {**sent.headers, "event_id": str(uuid4())}),
+    ]
+    await broker.send("somebody", bad)
+    tally = await consumer.drain()
+    assert (tally.handled, tally.letters, tally.failures) == (1, 2, 0)
+    assert {letter.kind for letter in await letters(box)} == {LetterKind.POISON, LetterKind.UNKNOWN}
 
 
 @pytest.mark.dialects
@@ -1153,8 +1172,9 @@ async def test_a_plain_handler_that_outlives_its_timeout_is_not_called_beside_it
     ended.set()
     consumer.stop()
     await running
+    await consumer.drain()
     assert at_once == {1}
-    assert (await consumer.drain()).handled == 2
+    assert consumer.status()["handled"] == 52
 
 
 async def test_a_group_that_was_joined_in_the_moment_of_being_cancelled_is_left(

@@ -7,11 +7,14 @@ from functools import lru_cache
 
 from ..codec import Content
 from ..codecs import Codecs
-from ..errors import HeaderError, StoreError, TenancyError, UnknownEventError
+from ..context import check_header
+from ..errors import HeaderError, PayloadError, StoreError, TenancyError, UnknownEventError
 from ..event import EventType, registry
 from ..route import check_tenant, matches, may_come_to
 from ..transport import Message
 from .handling import Effects, Incoming, MessageContext
+
+_HANDED_ON = ("event_id", "correlation_id", "tracestate")
 
 
 class Reader:
@@ -41,11 +44,16 @@ class Reader:
         """
         headers = message.headers
         tenant = self.tenant_of(message)
-        content = self.decode(message)
-        kind = self._target(content.name, content.version)
-        if kind is None:
-            return None
-        event = registry.build_as(kind, content.version, content.payload, content.event_id, content.occurred_at)
+        for name in _HANDED_ON:  # to the events that the handlers raise
+            check_header(name, headers.get(name, ""))
+        try:
+            content = self.decode(message)
+            kind = self._target(content.name, content.version)
+            if kind is None:
+                return None
+            event = registry.build_as(kind, content.version, content.payload, content.event_id, content.occurred_at)
+        except RecursionError:
+            raise PayloadError("body", "is nested too deep to be read") from None
         version = headers.get("version")
         try:
             context = MessageContext(
@@ -81,6 +89,8 @@ class Reader:
         """
         tenant = message.headers.get("tenant_id")
         if tenant is None:
+            if self._names_tenants and not self._is_from("", message.topic):
+                raise HeaderError(f"tenant: none is named, and {message.topic!r} is a tenant's topic")
             return None
         try:
             check_tenant(tenant)
