@@ -299,6 +299,14 @@ OLDEST_UNACKED = Metric(
     _CONSUMER,
 )
 
+STANDSTILL = Metric(
+    "consumer_standstill_tenants",
+    "gauge",
+    "tenants",
+    "Tenants of which something waits, and nothing was dealt with for longer than the consumer's patience.",
+    _CONSUMER,
+)
+
 METRICS = (
     *(NEW, COMMIT, COMMIT_UNKNOWN),
     *(SENT, REJECTED, RETRIED, DEAD, UNFINISHED, LATENCY, BATCH, FORGOTTEN),
@@ -306,7 +314,7 @@ METRICS = (
     *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
     *(STREAM_ROWS, STREAM_LOST, STREAMS_DOWN, STREAM_BUFFER, SLOT_LAG, SLOT_BUDGET),
     *(HANDLED, HANDLING_FAILED, HANDLING_LATENCY, HANDLING, DUPLICATES, LETTERS),
-    *(STALE, GAPS, VERSION_LAG, HELD, LETTERS_OPEN, UNDELIVERED, OLDEST_UNACKED),
+    *(STALE, GAPS, VERSION_LAG, HELD, LETTERS_OPEN, UNDELIVERED, OLDEST_UNACKED, STANDSTILL),
 )
 
 # -- spans -------------------------------------------------------------------------------------------------------------

@@ -1148,6 +1148,32 @@ async def test_h91_what_takes_too_long_is_undone_and_comes_again(box: Pillarbox)
     assert await effects(box) == [("a", 1)]
 
 
+@pytest.mark.parametrize("source", ["broker", "outbox"])
+async def test_a_consumer_is_unhealthy_while_a_tenant_makes_no_progress(box: Pillarbox, source: str) -> None:
+    where: dict[str, Any] = {"source": "outbox"} if source == "outbox" else {"source": "broker", "topics": [TOPIC]}
+    consumer = box.consumer("answers", **where, retry=QUICKLY, patience=0.3)
+    mended = asyncio.Event()
+
+    @consumer.on(Asked)
+    async def write(event: Asked, context: MessageContext, uow: UnitOfWork) -> None:
+        if context.tenant == "bad" and not mended.is_set():
+            raise ConnectionError("its server is away")
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+
+    await ask(box, ("a", 1), ("b", 1), tenant="bad")
+    await ask(box, *[(f"k{number}", number) for number in range(20)], tenant="good")
+    running = asyncio.create_task(consumer.run())
+    await until(lambda: consumer.status()["standstill"] == ["bad"])
+    assert consumer.alive
+    assert not consumer.healthy
+    assert {sample.metric.name: sample.value for sample in consumer.samples()}["consumer_standstill_tenants"] == 1
+    mended.set()
+    await until(lambda: consumer.status()["handled"] == 22)
+    await until(lambda: consumer.healthy)
+    consumer.stop()
+    await running
+
+
 async def test_a_plain_handler_that_outlives_its_timeout_is_not_called_beside_itself_and_stops_nobody(
     box: Pillarbox,
 ) -> None:

@@ -48,6 +48,7 @@ logger = logging.getLogger("pillarbox")
 HOUSEKEEPING = 5.0
 """Seconds between two notes of how far a consumer has come."""
 PRUNED_AT_ONCE = 5_000
+_TENANTS_NAMED = 20
 PRUNED_IN_A_ROW = 10
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -257,11 +258,18 @@ class Consumer:
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs, and its source is to be had."""
-        return self._running and self._intake.connected
+        """Whether it runs, its source is to be had, and it makes progress: of no tenant anything has waited for longer
+        than its patience while nothing of that tenant was dealt with.
+        """
+        return self._running and self._intake.connected and not self._standstill()
+
+    def _standstill(self) -> dict[str | None, float]:
+        return self._processor.standstill(self._intake.at_hand())
 
     def status(self) -> dict[str, Any]:
-        """What it does, for health checks. Holds no keys and no payloads."""
+        """What it does, for health checks: ``standstill`` names the tenants without progress, "" being none. Holds no
+        keys and no payloads.
+        """
         tally = self._report.tally
         return {
             "consumer": self.name,
@@ -271,6 +279,7 @@ class Consumer:
             "duplicates": tally.duplicates,
             "letters": tally.letters,
             "lag": self._lag(),
+            "standstill": sorted(tenant or "" for tenant in self._standstill())[:_TENANTS_NAMED],
         }
 
     def samples(self) -> Iterator[Sample]:
@@ -280,6 +289,7 @@ class Consumer:
         labels, backlog, at_hand = (self.name,), self._intake.backlog(), self._intake.at_hand()
         yield Sample(telemetry.UNDELIVERED, labels, len(at_hand) if backlog is None else backlog)
         yield Sample(telemetry.OLDEST_UNACKED, labels, self._lag(at_hand))
+        yield Sample(telemetry.STANDSTILL, labels, len(self._standstill()))
         yield Sample(telemetry.VERSION_LAG, labels, self._report.version_lag)
 
     def _begin(self) -> None:
@@ -331,6 +341,7 @@ class Consumer:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING)
+            self._standstill()  # asked now and again, it knows since when
             await self._note()
 
     async def _note(self) -> None:

@@ -8,7 +8,7 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -56,6 +56,8 @@ from .report import ConsumerReport
 
 OUTAGE = 3
 """So many failures in a row that are nobody's fault, and the rest of a batch is not tried now."""
+RECENT = 60.0
+"""Seconds after which a message that has failed is no more taken to wait here: it may have gone to another process."""
 REMEMBERED = 10_000
 """Messages that fail, and whose attempts are counted."""
 
@@ -90,6 +92,7 @@ class _Trouble:
 
     since: float
     attempts: int = 0
+    tried_at: float = 0.0
     told: bool = False
 
 
@@ -126,6 +129,8 @@ class Processor:
         self._dead_letters = dead_letters
         self._troubles: dict[tuple[str | None, UUID], _Trouble] = {}
         self._succeeded_at = float("-inf")
+        self._waits_since: dict[str | None, float] = {}
+        """Since when something of a tenant waits, and nothing of it has been dealt with."""
         self._begun = 0
         """How often the database has let handlers begin."""
 
@@ -145,6 +150,16 @@ class Processor:
                 return await self._one_by_one(works if self._begun == begun else self._untried_first(works))
             return await self._after_failure(works[0], error, begun=self._begun > begun)
         return Dealt([*works])
+
+    def standstill(self, at_hand: Iterable[Work]) -> dict[str | None, float]:
+        """The tenants of which nothing was dealt with for longer than our patience, though something waits: what is at
+        hand, and what has failed here of late. Each with the seconds, as far as we know since we were last asked.
+        """
+        now = clock.current().monotonic()
+        failing = {tenant for (tenant, _), it in self._troubles.items() if now - it.tried_at < RECENT}
+        waiting = failing | {work.tenant for work in at_hand}
+        self._waits_since = {tenant: self._waits_since.get(tenant, now) for tenant in waiting}
+        return {tenant: now - since for tenant, since in self._waits_since.items() if now - since >= self._patience}
 
     async def _one_by_one(self, works: Sequence[Work]) -> Dealt:
         """After an `OUTAGE` the rest waits, too. But if handlers have begun, the database is there, and messages that
@@ -178,6 +193,7 @@ class Processor:
             await self._take_effect(readable)
         for work in works:
             self._forget(work)
+        self._waits_since.pop(works[0].tenant, None)
 
     async def _take_effect(self, opened: Sequence[_Readable]) -> None:
         tenant = opened[0].work.tenant
@@ -283,6 +299,7 @@ class Processor:
                 reason = f"{type(problem).__name__}: {problem}"
             else:
                 self._forget(work)
+                self._waits_since.pop(work.tenant, None)
                 return Dealt([work])
         self._tell_if_long(work, trouble, reason)
         dealt = Dealt(left=[work], delays={work.line: self._retry.delay(trouble.attempts)})
@@ -320,6 +337,7 @@ class Processor:
                 del self._troubles[next(iter(self._troubles))]
             trouble = self._troubles[key] = _Trouble(clock.current().monotonic())
         trouble.attempts += 1
+        trouble.tried_at = clock.current().monotonic()
         return trouble
 
     def _attempts(self, work: Work) -> int:
