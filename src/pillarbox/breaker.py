@@ -34,6 +34,11 @@ class Breaker:
         """The destination has accepted something."""
         self.failures, self.trouble = 0, None
 
+    def tell(self, why: str) -> None:
+        """Something keeps the lane from sending, and nobody knows for how long."""
+        self.trouble = Trouble(why)
+        self._changed()
+
     async def rest(self, verdict: Verdict, reason: str) -> bool:
         """The destination is unavailable: wait, the longer the more often. False if the lane is to stop."""
         said = self._report.away(verdict, redacted(reason), first=self.failures == 0)

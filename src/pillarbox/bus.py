@@ -23,11 +23,14 @@ logger = logging.getLogger("pillarbox")
 
 Handler = Callable[[Any], Any]
 
+HANDLER_SECONDS = 300.0
+"""A handler that takes longer hangs: it is given up, and tried again by itself, while others go on."""
+
 
 class Bus:
     """A `Publisher` whose topics are the names of handlers."""
 
-    capabilities = Capabilities(max_messages=20, timeout=None)  # what a crash may run again; handlers may take long
+    capabilities = Capabilities(max_messages=20, timeout=HANDLER_SECONDS)  # what a crash may run again
 
     def __init__(
         self, handlers: Mapping[str, Handler], decode: Callable[[Message], object], signals: Signals = SILENT

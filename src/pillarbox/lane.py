@@ -238,6 +238,9 @@ class LaneWorker:
         first = self.lane.next_number
         self._redone = bool(page.redo)
         await self._announce(batch)
+        if plan.put_off:
+            put_off = [plan.put_off[failure.row] for failure in plan.failures if failure.row in plan.put_off]
+            self._rejections.have_been_put_off(self.lane, put_off)
         for failure in plan.failures:  # now, since what is planned may come to nothing, and be planned again
             if failure.row in plan.refused:
                 self._sender.tell(plan.refused[failure.row], failure)
@@ -292,11 +295,12 @@ class LaneWorker:
             plan = make_plan(page, self.lane, self._publisher.preflight, self._sender.failed)
         except (Exception, asyncio.CancelledError):  # a bug of `preflight`, which the sender can name
             plan = make_plan(page, self.lane, self._sender.preflight, self._sender.failed)
-        items = self._rejections.filter_blocked(self.lane, plan.items)
+        items = self._rejections.filter_blocked(self.lane, plan.items, page.fresh)
         if len(items) < len(plan.items):
             free = {row.id for row in items}
             rest = [row for row in plan.items if row.id not in free]
-            plan.set_aside(self._rejections.put_off(self.lane, rest, {row.id for row in page.fresh}))
+            plan.put_off = {row.id: row for row in rest}
+            plan.set_aside(self._rejections.put_off(self.lane, rest, page.fresh))
         items, again = self._rates.within(items, self.pace)
         if again is not None:
             self._alarm.set(again)

@@ -24,6 +24,8 @@ class Plan:
     refused: dict[int, Row] = field(default_factory=dict)
     """The rows that preflight refused, whatever became of their failures."""
     parked: list[int] = field(default_factory=list)
+    put_off: Mapping[int, Row] = field(default_factory=dict)
+    """Rows to blocked places, by their ids, some of which have failures for that."""
     cut: bool = False
     """Some rows of the page must wait."""
     stops: bool = False

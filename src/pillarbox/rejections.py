@@ -10,7 +10,8 @@ One tenant's place says nothing about the others'. Only when several tenants are
 whole topic blocked; then each tenant has a probe of its own.
 
 What is no evidence: a rejection in a request of which the same place accepted another message, and the rejection of a
-message that was rejected before while its place accepted others. Those are the messages' own fault.
+message that was rejected before while its place accepted others. Those are the messages' own fault, unless three such
+keys are rejected three times each, and nothing is accepted meanwhile.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ logger = logging.getLogger("pillarbox")
 REJECTS_EVERYTHING = "rejects everything"
 MANY_KEYS = 20
 FEW_KEYS = 3
+MANY_TIMES = 3
 MOST_KEYS = 100
 """A topic that has accepted messages behind a long run of rejections is given twice that run the next time, up to so
 many keys."""
@@ -47,6 +49,7 @@ MOST_PUT_OFF = 10_000
 """A lane with so many keys that wait leaves rows to blocked places where they are: they hold up what is behind them."""
 _KEYS_KEPT = 1_000
 _ROWS_KEPT = 1_000
+_BUGS_KEPT = 1_000
 _TOPICS_KEPT = 10_000
 
 Accepted = Collection[tuple[str, str | None]]
@@ -88,6 +91,8 @@ class Place:
     tenant: str | None
     keys: dict[Key, int] = field(default_factory=dict)
     """How often each was rejected; the one that was rejected last is last."""
+    again: dict[Key, int] = field(default_factory=dict)
+    """The same for keys of messages that had been rejected before others were accepted."""
     attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
     """Per lane the rejected rows, with the attempts that they had before; once it is blocked, the rows put off."""
     lanes: set[LaneName] = field(default_factory=set)
@@ -101,6 +106,13 @@ class Place:
 
     def __str__(self) -> str:
         return str(self.topic) if self.tenant is None else f"{self.topic} of tenant {self.tenant}"
+
+
+@dataclass(slots=True)
+class _Closed:
+    what: str
+    since: float
+    tried_at: float
 
 
 class Rejections:
@@ -117,6 +129,8 @@ class Rejections:
         self._owed: dict[LaneName, dict[int, int]] = {}
         """The attempts that lanes have to give back."""
         self._bugs: set[tuple[str, str, str, int]] = set()
+        self._closed: dict[tuple[LaneName, str], _Closed] = {}
+        """Topics that lanes cannot open."""
         self._swept_at = 0.0
 
     # -- what requests bring -------------------------------------------------------------------------------------------
@@ -139,33 +153,35 @@ class Rejections:
         """
         topic = self._topic(lane, row.topic)
         place = topic.places.get(row.tenant)
-        if place is None or not place.blocked:
-            rejected_before = topic.has_accepted and row.attempts > 0
-            if (row.topic, row.tenant) in accepted or (
-                rejected_before and (place is None or row.order_key not in place.keys)
-            ):
-                return None
+        is_blocked = place is not None and place.blocked
+        if not is_blocked and (row.topic, row.tenant) in accepted:
+            return None
+        is_new = place is None or row.order_key not in place.keys
+        rejected_before = topic.has_accepted and row.attempts > 0 and is_new and not is_blocked
         place = self._place(topic, row.tenant)
         place.reason = reason
         self._meet(lane.name, place)
         # One attempt for each time that its place has accepted others meanwhile: else a few bad keys would be evidence
         # again and again, and never be out of attempts.
-        is_own = row.order_key in topic.suspects and row.order_key not in place.keys
-        before = row.attempts + is_own
-        _count(place.keys, row.order_key)
-        if not any(name == row.topic for name, _ in accepted):
-            _count(topic.keys, row.order_key)
-        if place.blocked:
+        before = row.attempts + (rejected_before or (is_new and row.order_key in topic.suspects))
+        if rejected_before:
+            _count(place.again, row.order_key)
+        else:
+            _count(place.keys, row.order_key)
+            if not any(name == row.topic for name, _ in accepted):
+                _count(topic.keys, row.order_key)
+        if is_blocked:
             if topic.rejects_since is None:
                 topic.rejects_since = clock.current().monotonic()
-            attempts = self._owed.get(lane.name, {}).pop(row.id, row.attempts)
-            _remember(place, lane.name, row.id, attempts, MOST_PUT_OFF)
-            return attempts
-        _remember(place, lane.name, row.id, before, _ROWS_KEPT)
-        self._judge(place)
-        if not place.blocked:
+        elif lane.route.retry.exhausted(before):
+            self._judge(place)
             return None
-        attempts = self._owed[lane.name].pop(row.id)
+        else:
+            _remember(place, lane.name, row.id, before, _ROWS_KEPT)
+            self._judge(place)
+            if not place.blocked:
+                return None
+        attempts = self._owed.get(lane.name, {}).pop(row.id, row.attempts)
         _remember(place, lane.name, row.id, attempts, MOST_PUT_OFF)
         return attempts
 
@@ -176,6 +192,8 @@ class Rejections:
             self._block(topic, [each for each in topic.places.values() if not each.blocked], topic.keys, place.reason)
         elif _is_suspicious(place.keys, topic):
             self._block(place, [place], place.keys, place.reason)
+        elif sum(count >= MANY_TIMES for count in place.again.values()) >= FEW_KEYS:
+            self._block(place, [place], place.again, place.reason)
 
     def _block(self, what: Topic | Place, places: Collection[Place], keys: Collection[Key], reason: str) -> None:
         for place in places:
@@ -216,18 +234,25 @@ class Rejections:
 
     # -- what lanes ask ------------------------------------------------------------------------------------------------
 
-    def filter_blocked(self, lane: Lane, rows: list[Row]) -> list[Row]:
+    def filter_blocked(self, lane: Lane, rows: list[Row], fresh: Sequence[Row] = ()) -> list[Row]:
         """The rows that may go: none to a blocked place, but for one that probes it when it is time, if possible of a
-        key that was not tried yet. What is behind a row of its key waits with it.
+        key that was not tried yet. What is behind a row of its key waits with it; and of the ``fresh`` rows of a log,
+        what is behind the first that waits.
         """
         if not self._blocked:
             return rows
         places = [self._blocked_place(lane, row) for row in rows]
         firsts: dict[Key, Row] = {}
         candidates: dict[Place, list[Row]] = {}
+        only_once = {row.id for row in fresh} if lane.cursor is not None else set[int]()
+        is_behind = False
         for row, place in zip(rows, places, strict=True):
-            if firsts.setdefault(row.order_key, row) is row and place is not None:
+            is_first = firsts.setdefault(row.order_key, row) is row
+            if place is None or (is_behind and row.id in only_once):
+                continue
+            if is_first:
                 candidates.setdefault(place, []).append(row)
+            is_behind = is_behind or row.id in only_once
         probes = {_choose(place, found).id for place, found in candidates.items() if self._may_probe(place)}
         free: list[Row] = []
         held: set[Key] = set()
@@ -238,7 +263,7 @@ class Rejections:
                 held.add(row.order_key)
         return free
 
-    def put_off(self, lane: Lane, rows: Sequence[Row], fresh: Collection[int]) -> dict[int, Failure]:
+    def put_off(self, lane: Lane, rows: Sequence[Row], fresh: Sequence[Row]) -> dict[int, Failure]:
         """What becomes of rows that may not go, of a page with these: a lane whose deliveries go to several places must
         come to what is behind them. Those that are to be probed next are at hand.
         """
@@ -248,16 +273,29 @@ class Rejections:
         is_mixed = None in places or _has_many_topics(lane)
         found: Counter[Place] = Counter()
         failures: dict[int, Failure] = {}
+        left, new = set[Key](), {row.id for row in fresh}
         for row, place in zip(rows, places, strict=True):
+            if row.order_key in left:
+                continue  # what is put off may go before what is left where it is
             if place is None:
                 failures[row.id] = Failure(row.id, row.attempts, None, 0.0)  # it is behind one of its key
                 continue
             found[place] += 1
             is_near = found[place] <= CANDIDATES
-            if (is_mixed and row.id in fresh) or not is_near:
-                _remember(place, lane.name, row.id, row.attempts, MOST_PUT_OFF)
+            if (is_mixed and row.id in new) or not is_near:
                 failures[row.id] = Failure(row.id, row.attempts, None, 0.0 if is_near else PROBES.cap)
+            else:
+                left.add(row.order_key)
         return failures
+
+    def have_been_put_off(self, lane: Lane, rows: Iterable[Row]) -> None:
+        """That is announced. They may go as soon as their places accept something."""
+        for row in rows:
+            place = self._blocked_place(lane, row)
+            if place is None:
+                self._owed.setdefault(lane.name, {})[row.id] = row.attempts
+            else:
+                _remember(place, lane.name, row.id, row.attempts, MOST_PUT_OFF)
 
     def held(self, lane: Lane) -> frozenset[str]:
         """Tenants of blocked places that are not due for a probe."""
@@ -304,6 +342,7 @@ class Rejections:
         """The relay does not own the lane any more. What no lane is left of is forgotten."""
         self._owed.pop(lane, None)
         self._blocked.pop(lane, None)
+        self._closed = {at: each for at, each in self._closed.items() if at[0] != lane}
         for topic in self._topics.values():
             for place in [*topic.places.values()]:
                 place.lanes.discard(lane)
@@ -323,13 +362,30 @@ class Rejections:
         where = ("", 0) if line is None else (line.tb_frame.f_code.co_filename, line.tb_lineno)
         bug = lane.route.destination, kind, *where
         is_new = bug not in self._bugs
+        if len(self._bugs) >= _BUGS_KEPT:
+            self._bugs.clear()
         self._bugs.add(bug)
         return is_new
 
+    def not_opened(self, lane: Lane, topic: str) -> None:
+        """The lane cannot open this topic."""
+        now = clock.current().monotonic()
+        closed = self._closed.setdefault((lane.name, topic), _Closed(f"{lane.route.destination} {topic}", now, now))
+        closed.tried_at = now
+
+    def opened(self, lane: Lane, topics: Iterable[str]) -> None:
+        """The lane has opened these."""
+        if self._closed:
+            for topic in topics:
+                self._closed.pop((lane.name, topic), None)
+
     def standing(self) -> list[str]:
-        """The topics that have accepted nothing for a while."""
-        until = clock.current().monotonic() - STANDSTILL_SECONDS
-        return [
+        """The topics that have accepted nothing for a while, or could not be opened."""
+        now = clock.current().monotonic()
+        until = now - STANDSTILL_SECONDS
+        # Where nothing waits any more, nobody tries.
+        self._closed = {at: each for at, each in self._closed.items() if each.tried_at >= now - FORGOTTEN_SECONDS}
+        return [each.what for each in self._closed.values() if each.since <= until] + [
             str(topic)
             for topic in {place.topic for places in [*self._blocked.values()] for place in places}
             if topic.rejects_since is not None and topic.rejects_since <= until
@@ -367,6 +423,8 @@ class Rejections:
             ]:
                 del topic.places[place.tenant]
                 self._forget(place)
+            if not topic.places:
+                topic.suspects.clear()
             _tidy(topic)
 
     def _meet(self, lane: LaneName, place: Place) -> None:

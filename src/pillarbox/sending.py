@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from . import clock
 from .breaker import Breaker
-from .errors import BatchMismatchError, LaneHaltedError
+from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
 from .leased_lane import LeasedLane
 from .numbering import Numbering
 from .outbox import Failure, Key, Row
@@ -44,8 +45,14 @@ UNANSWERED_TRIES = 3
 
 _LONERS_KEPT = 100
 
+ENDING_SECONDS = 5.0
+"""What a request that was cancelled may take to end."""
+
 LATE = "no answer in time"
 NO_REASON = "no reason was given"
+
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What ends the process, or us, and is nobody's bug."""
 
 _Item = tuple[int, Row]
 
@@ -152,7 +159,7 @@ class Sender:
     def acknowledged(self) -> Acknowledged:
         """What is known of the announced batch: if the lane is lost, and comes back, it is not sent again."""
         numbered = self._publisher.capabilities.numbered  # then the destination knows what it has
-        return {} if numbered or self._leased.lane.announced is None else self._accepted
+        return {} if numbered or self._leased.lane.announced is None else {**self._before, **self._accepted}
 
     # -- before a batch is announced -----------------------------------------------------------------------------------
 
@@ -176,16 +183,18 @@ class Sender:
             except TopicsRefusedError as error:
                 self._leave_out(plan, error.reasons)
             except (OSError, _Bug) as error:
-                is_away = not isinstance(error, (_Bug, TimeoutError))
-                reasons = {} if is_away or len(topics) == 1 else await self._open_each(topics)
-                if isinstance(error, _Bug) and len(topics) == 1:
-                    reasons = dict.fromkeys(topics, str(error))
-                elif is_away or len(reasons) == len(topics):
+                is_bug, is_alone = isinstance(error, _Bug), len(topics) == 1
+                if not is_bug and (is_alone or not isinstance(error, TimeoutError)):
+                    reasons = dict.fromkeys(topics, str(error) or LATE)
+                else:
+                    reasons = dict.fromkeys(topics, str(error)) if is_alone else await self._open_each(topics)
+                if len(reasons) == len(topics) and not (is_bug and is_alone):
                     await self._breaker.rest(Verdict.UNAVAILABLE, str(error) or LATE)
                     return False
                 self._leave_out(plan, reasons)
             else:
                 self._report.topic_opened(topics)
+                self._rejections.opened(self._leased.lane, topics)
                 self._check_lasts(lasts)
                 self.numbering.opened(lasts)
                 break
@@ -214,7 +223,7 @@ class Sender:
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if _is_cancelled(error):
+            if isinstance(error, LeaseLostError) or _is_cancelled(error):
                 raise
             raise _Bug(self._bug(error)) from error
         if not capabilities.numbered:
@@ -233,6 +242,7 @@ class Sender:
         )
         for topic, reason in reasons.items():
             self._report.topic_refused(topic, redacted(reason))
+            self._rejections.not_opened(self._leased.lane, topic)
 
     def _check_lasts(self, lasts: Mapping[str, int]) -> None:
         lane = self._leased.lane
@@ -269,7 +279,7 @@ class Sender:
         messages of all items may be given along.
         """
         if items is not None:
-            self._accepted = {}
+            self._accepted, self._before = {}, {}
         self.stored = False
         began = clock.current().monotonic()
         care = _Care(deadly=self._leased.lane.tries >= DEADLY_TRIES, grows=self._publisher.capabilities.numbered)
@@ -360,7 +370,7 @@ class Sender:
         capabilities = self._publisher.capabilities
         limit = asyncio.timeout(capabilities.timeout)
         try:
-            async with self._leased.within(), limit:
+            async with self._stuck_is_told(capabilities.timeout), self._leased.within(), limit:
                 outcome = await self._publisher.send(self._producer, messages)
             wrong = contradiction(messages, outcome, numbered=capabilities.numbered)
         except TimeoutError as error:
@@ -369,13 +379,33 @@ class Sender:
             return _no_answer(str(error) or LATE)
         except OSError as error:
             return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{type(error).__name__}: {error}")
-        except (Exception, asyncio.CancelledError) as error:
-            if _is_cancelled(error):
+        except BaseException as error:  # extensions in other languages have errors of their own
+            if isinstance(error, (*_ENDS, LeaseLostError)) or _is_cancelled(error):
                 raise
             raise _Fault(self._bug(error), messages) from error
         if wrong is not None:
             raise _Fault(self._bug(wrong), messages)
         return outcome
+
+    @asynccontextmanager
+    async def _stuck_is_told(self, seconds: float | None) -> AsyncIterator[None]:
+        """A request that does not end when it is cancelled holds its lane: to send again beside it might double what it
+        has, or put it out of order. So at least everybody shall know.
+        """
+        if seconds is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(seconds + ENDING_SECONDS, self._tell_stuck, seconds)
+        before = self._breaker.trouble
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._breaker.trouble = before
+
+    def _tell_stuck(self, seconds: float) -> None:
+        said = f"a request was cancelled after {seconds:g} s and does not end, and its lane waits for that"
+        self._breaker.tell(self._report.bug(said, first=True))
 
     def _went_well(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
         self._report.sent(messages, accepted)

@@ -15,9 +15,11 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, Token
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from sqlalchemy.exc import IllegalStateChangeError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -75,6 +77,7 @@ class UnitOfWork:
         self._tenant = tenant
         self._timeout = asyncio.timeout(timeout) if timeout is not None else None
         self._watchdog = watchdog
+        self._unwatch: Callable[[], object] | None = None
         self._new_transaction = new_transaction
         self._outer: UnitOfWork | None = None
         self._savepoint: Any = None
@@ -172,7 +175,7 @@ class UnitOfWork:
             self._tenancy.assign(session, self._tenant)
             session.begin()
             if self._watchdog is not None:
-                self._watchdog.watch(self, task, self._tenant)
+                self._unwatch = self._watchdog.watch(self, task, self._tenant)
         if self._timeout is not None:
             await self._timeout.__aenter__()
         self._token = _current.set((self, task))
@@ -224,8 +227,9 @@ class UnitOfWork:
         return self._savepoint.sync_transaction is self.session.sync_session.get_nested_transaction()
 
     async def _end(self, error: BaseException | None) -> None:
-        if self._watchdog is not None:
-            self._watchdog.forget(self)
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         session = self.session.sync_session
         try:
             if error is None:
@@ -247,30 +251,44 @@ class UnitOfWork:
 
 
 class Watchdog:
-    """Tells of units of work that stay open for long. One timer serves them all, since most are over before it runs."""
+    """Tells of units of work that stay open for long. One timer of a loop serves all of its units, since most are over
+    before it runs.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = WeakKeyDictionary()
+
+    def watch(self, unit: UnitOfWork, task: asyncio.Task[Any] | None, tenant: str | None) -> Callable[[], object]:
+        """It is open from now on, until the result is called."""
+        loop = asyncio.get_running_loop()
+        watch = self._watches.get(loop)
+        if watch is None:
+            watch = self._watches[loop] = _Watch(self._seconds)
+        return watch.begin(loop, unit, task, tenant)
+
+
+class _Watch:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
         self._open: dict[UnitOfWork, tuple[float, asyncio.Task[Any] | None, str | None]] = {}
         """Since when, the oldest first, and in which task and for which tenant."""
 
-    def watch(self, unit: UnitOfWork, task: asyncio.Task[Any] | None, tenant: str | None) -> None:
-        """It is open from now on."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._timer, self._open = loop, None, {}
+    def begin(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        unit: UnitOfWork,
+        task: asyncio.Task[Any] | None,
+        tenant: str | None,
+    ) -> Callable[[], object]:
         self._open[unit] = loop.time(), task, tenant
         if self._timer is None:
             self._timer = loop.call_later(self._seconds, self._look, loop)
-
-    def forget(self, unit: UnitOfWork) -> None:
-        """It is over."""
-        self._open.pop(unit, None)
+        return partial(self._open.pop, unit, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        now, self._timer = loop.time(), None
+        self._timer, now = None, loop.time()
         for unit, (since, task, tenant) in [*self._open.items()]:
             if since + self._seconds > now:
                 self._timer = loop.call_at(since + self._seconds, self._look, loop)

@@ -11,7 +11,7 @@ import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
@@ -41,6 +41,7 @@ from pillarbox.errors import (
     SessionSharedError,
 )
 from pillarbox.transports.memory import MemoryTransport
+from pillarbox.unit_of_work import Watchdog
 from tests.conftest import FreshDatabase
 from tests.domain import (
     Base,
@@ -736,6 +737,23 @@ class TestLongTransactions:
             await asyncio.wait_for(reported.wait(), 10)
         logging.getLogger("pillarbox").removeHandler(handler)
         assert "test_h26_a_slow_unit_of_work" in caplog.text
+
+    async def test_h26_units_of_work_in_several_loops_are_watched(self, caplog: pytest.LogCaptureFixture) -> None:
+        watchdog = Watchdog(0.2)
+
+        def stay() -> None:
+            async def work() -> None:
+                watchdog.watch(cast(UnitOfWork, object()), asyncio.current_task(), threading.current_thread().name)
+                await asyncio.sleep(0.4)
+
+            asyncio.run(work())
+
+        threads = [threading.Thread(target=stay, name=f"loop {number}") for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+        assert {record.__dict__["tenant"] for record in caplog.records} == {"loop 0", "loop 1"}
 
     async def test_h26_a_hard_limit_rolls_back(self, one_box: Pillarbox) -> None:
         never = asyncio.Event()

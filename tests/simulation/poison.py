@@ -122,7 +122,7 @@ class Poisoners(Writers):
         ill = {(it.lane.route, it.row.order_key) for it in waiting if self._is_ill(it)}
         well = [it for it in waiting if (it.lane.route, it.row.order_key) not in ill]
         self._well_since = {it.id: self._well_since.get(it.id, now) for it in well}
-        late = [it for it in well if self._well_since[it.id] + SOON < now]
+        late = [it for it in well if self._well_since[it.id] + SOON < now and not self._world.store.is_halted(it.lane)]
         if not late or self._is_told:
             return []
         self._is_told = True

@@ -863,6 +863,107 @@ class TestBugsOfTransports:
         assert world.statuses(Status.SENT) == "x1 a1"
         assert world.sent == "x1 a1"
 
+    @pytest.mark.parametrize("wrong", [TimeoutError("busy"), None])
+    def test_h120_a_single_topic_whose_opening_is_not_answered_lets_its_lane_rest(
+        self, wrong: Exception | None
+    ) -> None:
+        class Silent(Broker):
+            opened = 0
+
+            async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+                self.opened += 1
+                if self.mended:
+                    return await super().open(producer, topics)
+                if wrong is not None:
+                    raise wrong
+                await asyncio.Event().wait()
+                return {}
+
+            mended = False
+
+        @in_virtual_time
+        async def scenario() -> None:
+            world = World(kind=MemoryLogStore)
+            world.broker = broker = Silent(Capabilities(opens=True, timeout=2.0))
+            world.write("a1")
+            async with running(relay := world.relay()):
+                await until(lambda: relay.status()["troubles"])
+                await asyncio.sleep(60)
+                assert broker.opened < 80
+                broker.mended = True
+                assert await world.received(1) == "a1"
+            assert world.attempts("a1") == 0
+
+        scenario()
+
+    @in_virtual_time
+    async def test_h120_a_topic_that_cannot_be_opened_makes_its_relay_unhealthy(self) -> None:
+        class Picky(Broker):
+            mended = False
+
+            async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
+                if not self.mended:
+                    raise ValueError("a bug")
+                return await super().open(producer, topics)
+
+        world = World(kind=MemoryLogStore)
+        world.broker = broker = Picky(Capabilities(opens=True))
+        world.write("a1")
+        async with running(relay := world.relay()):
+            await until(lambda: world.status("a1") is Status.RETRYING)
+            assert relay.healthy
+            await until(lambda: not relay.healthy, seconds=60)
+            broker.mended = True
+            assert await world.received(1) == "a1"
+            await until(lambda: relay.healthy)
+
+    @in_virtual_time
+    async def test_h120_a_request_that_does_not_end_when_it_is_cancelled_is_told(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world, ends = World(kind=MemoryLogStore, capabilities=Capabilities(timeout=2.0)), asyncio.Event()
+
+        async def cling(_producer: str, _events: str) -> None:
+            world.broker.before = None
+            try:
+                await asyncio.sleep(1_000)
+            finally:
+                await ends.wait()
+
+        world.broker.before = cling
+        world.write("a1")
+        async with running(relay := world.relay()):
+            await until(lambda: "does not end" in str(relay.status()["troubles"]), seconds=60)
+            assert "was cancelled after 2 s and does not end" in caplog.text
+            ends.set()
+            assert await world.received(1) == "a1"
+            await until(lambda: not relay.status()["troubles"])
+
+    @in_virtual_time
+    async def test_h120_an_error_that_no_exception_is_fails_its_event_only(self) -> None:
+        class PanicError(BaseException):
+            pass
+
+        async def panic(_messages: Sequence[Message]) -> None:
+            raise PanicError
+
+        world = World(kind=MemoryLogStore)
+        world.broker = Buggy("x1", panic)
+        world.write("a1 x1 b1")
+        async with running(world.relay()):
+            assert await world.received(2) == "a1 b1"
+            await until(lambda: world.status("x1") is Status.FAILED)
+
+    @in_virtual_time
+    async def test_what_was_acknowledged_is_known_though_the_lane_was_lost_once_more(self) -> None:
+        world = World()
+        world.write("a1")
+        first = world.worker(await world.take("r1"))
+        await first.turn()
+        await asyncio.sleep(3.01)
+        again = world.worker(await world.take("r1"), acknowledged=first.acknowledged)
+        assert again.acknowledged == first.acknowledged != {}
+
     @pytest.mark.parametrize("action", ["discard", "redrive"])
     def test_h120_what_people_ask_for_an_event_on_its_way_is_done(self, action: str) -> None:
         @in_virtual_time

@@ -451,3 +451,101 @@ class TestShares:
             world.broker.stop_rejecting()
             await world.received(26)
             assert relay.healthy
+
+
+KEYS = ["".join(letters) for letters in islice(product(ascii_lowercase, repeat=3), 150)]
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+@pytest.mark.parametrize("kind", [MemoryStore, MemoryLogStore])
+def test_h118_what_is_put_off_never_passes_what_was_left_where_it_is(kind: Any, tenant: str | None) -> None:
+    """More rows wait for a blocked topic than are kept at hand for its probes."""
+
+    @in_virtual_time
+    async def scenario() -> None:
+        world, rejects = World(kind=kind, retry=RetryPolicy(base=1.0, cap=8.0)), asyncio.Event()
+        world.broker.reject(lambda _message: rejects.is_set(), reason="no right")
+        world.write("ok1", tenant=tenant)
+        relay = world.relay()
+        async with running(relay):
+            await world.received(1)
+            rejects.set()
+            world.write(MANY, tenant=tenant)
+            await until(lambda: relay._rejections._blocked)
+            await asyncio.sleep(20)
+            world.write(" ".join(f"{key}{turn}" for turn in (1, 2) for key in KEYS), tenant=tenant)
+            rejects.clear()
+            await until(lambda: len(world.statuses(Status.SENT).split()) == len(world.rows), seconds=200)
+        sent = world.sent.split()
+        assert [key for key in KEYS if sent.index(f"{key}1") > sent.index(f"{key}2")] == []
+
+    scenario()
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, MemoryLogStore])
+def test_h119_a_key_that_was_tried_and_has_a_new_event_does_not_keep_others_from_probing(kind: Any) -> None:
+    """A log must end its batch before what waits, and the new event waits in front of all keys that were not tried."""
+
+    @in_virtual_time
+    async def scenario() -> None:
+        world, rejects = World(kind=kind, retry=RetryPolicy(base=1.0, cap=8.0)), asyncio.Event()
+        world.broker.reject(lambda _message: rejects.is_set(), reason="no right")
+        world.write("ok1")
+        relay = world.relay()
+        async with running(relay):
+            await world.received(1)
+            rejects.set()
+            world.write(MANY)
+            await until(lambda: relay._rejections._blocked)
+            await asyncio.sleep(5)
+            (topic,) = relay._rejections._topics.values()
+            tried = [*topic.places[None].keys][-1].key
+            world.store.request(world.rows[f"{tried}1"], "discard")
+            await until(lambda: world.status(f"{tried}1") is Status.DISCARDED)
+            world.write(f"{tried}2 new1 new2 newer1")
+            await asyncio.sleep(1)
+            rejects.clear()
+            left = {f"{tried}1"}
+            await until(lambda: {*world.statuses(Status.SENT).split()} | left == {*world.rows}, seconds=60)
+
+    scenario()
+
+
+@in_virtual_time
+async def test_an_outage_with_a_success_in_between_uses_up_no_delivery() -> None:
+    world, rejects = World(retry=RetryPolicy(base=10.0, cap=600.0, attempts=5)), asyncio.Event()
+    world.broker.reject(lambda _message: rejects.is_set(), reason="no right")
+    world.write("ok1")
+    events = [f"{letter}1" for letter in "abcdefghij"]
+    async with running(world.relay()):
+        await world.received(1)
+        rejects.set()
+        world.write(" ".join(events))
+        await until(lambda: all(world.attempts(event) == 1 for event in events))
+        rejects.clear()
+        world.write("ok2")
+        await world.received(2)
+        rejects.set()
+        await asyncio.sleep(300)
+        rejects.clear()
+        await until(lambda: all(world.status(event) is Status.SENT for event in events), seconds=600)
+
+
+@in_virtual_time
+async def test_a_failed_delivery_is_not_tried_again_because_its_topic_rejects_everything() -> None:
+    world, rejects = World(retry=RetryPolicy(base=1.0, cap=8.0, attempts=1)), asyncio.Event()
+    world.broker.reject(lambda it: rejects.is_set() or it.key == "k", reason="no")
+    world.write("ok1")
+    async with running(world.relay()):
+        await world.received(1)
+        world.write("k1")
+        await until(lambda: world.status("k1") is Status.FAILED)
+        world.write("ok2")
+        await world.received(2)
+        world.redrive("k1")
+        await asyncio.sleep(1)
+        assert world.status("k1") is Status.FAILED
+        rejects.set()
+        world.write(" ".join(f"{letter}1" for letter in ascii_lowercase if letter != "k"))
+        await asyncio.sleep(30)
+        assert (world.status("k1"), world.attempts("k1")) == (Status.FAILED, 1)

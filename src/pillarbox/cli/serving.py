@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -129,6 +130,10 @@ async def no_metrics(accept: str) -> tuple[bytes, str] | None:  # noqa: ARG001  
 # -- its life ----------------------------------------------------------------------------------------------------------
 
 
+_ENDING_SECONDS = 2.0
+"""What is left of a process after the second signal."""
+
+
 async def serve(
     worker: Worker, http: Address | None, metrics: Render, *, announce: Callable[[str | None], None]
 ) -> None:
@@ -149,16 +154,19 @@ async def serve(
 
 
 def _stop_on_signals(worker: Worker, running: asyncio.Future[None]) -> None:
-    def told() -> None:
+    def told(number: int) -> None:
         if told_before:
             running.cancel()
+            # What cannot be cancelled, or is in a thread, would keep the process alive. To kill it loses nothing.
+            loop.call_later(_ENDING_SECONDS, os._exit, 128 + number)
         told_before.append(True)
         worker.stop()
 
     told_before: list[bool] = []
+    loop = asyncio.get_running_loop()
     if sys.platform != "win32":
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told)
+            loop.add_signal_handler(number, told, number)
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------

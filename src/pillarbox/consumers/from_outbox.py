@@ -9,13 +9,17 @@ the consumer.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..relay import Relay
 from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
 from .desk import Line, Work
-from .intake import Deals, Flow
+from .intake import STALLED, Deals, Flow
+from .processing import Dealt
 
+LEFT = 60.0
+"""Seconds for which a drain leaves what has failed again and again."""
 AT_ONCE = 20
 """How many messages a lane hands over to a consumer that has a transaction for each."""
 
@@ -52,22 +56,25 @@ class OutboxIntake:
             self._relay = None
 
     async def drain(self, idle: float) -> None:  # noqa: ARG002  the outbox knows when it is empty
-        await self._begin().drain()
+        await self._begin(drains=True).drain()
 
-    def _begin(self) -> Relay:
-        self._destination = ConsumerDestination(self._deals, self._flow)
+    def _begin(self, *, drains: bool = False) -> Relay:
+        self._destination = ConsumerDestination(self._deals, self._flow, drains=drains)
         return self._make_relay(self._destination)
 
 
 class ConsumerDestination:
     """A `Publisher` that deals with what it is sent."""
 
-    def __init__(self, deals: Deals, flow: Flow) -> None:
+    def __init__(self, deals: Deals, flow: Flow, *, drains: bool = False) -> None:
         self.capabilities = Capabilities(max_messages=max(flow.batch, AT_ONCE), timeout=None)  # `Consumer` has one
         self._deals = deals
         self._batch = flow.batch
         self._hands = asyncio.Semaphore(flow.concurrency)
         """Lanes send at the same time, and each of them at most once."""
+        self._drains = drains
+        self._failures: Counter[Line] = Counter()
+        """How often each line has failed in a drain, which leaves those that fail again and again."""
         self._working: dict[int, Sequence[Work]] = {}
 
     def at_hand(self) -> list[Work]:
@@ -95,17 +102,27 @@ class ConsumerDestination:
                 async with self._hands:
                     dealt = await self._deals.deal(free)
                 accepted += [places[id(work)] for work in dealt.settled]
-                reasons = dict.fromkeys(dealt.delays, next(iter(dealt.reasons.values()), "")) | dealt.reasons
-                for work in dealt.left:
-                    if work.line in dealt.delays and not (dealt.away and work.line not in dealt.reasons):
-                        later = Rejection(places[id(work)], reasons[work.line], dealt.delays[work.line])
-                        rejected.setdefault(work.line, later)
+                for line, rejection in self._postponed(dealt, places).items():
+                    rejected.setdefault(line, rejection)
                 if away := dealt.away:
                     break
         finally:
             del self._working[id(works)]
         verdict = Verdict.UNAVAILABLE if away else None
         return Outcome(sorted(accepted), [*rejected.values()], unfinished=verdict, reason=away)
+
+    def _postponed(self, dealt: Dealt, places: Mapping[int, int]) -> dict[Line, Rejection]:
+        """What is to be offered again later, by line. If the database is away, only what a handler has failed at."""
+        lines = dealt.reasons if dealt.away else dealt.delays
+        other = next(iter(dealt.reasons.values()), "")
+        if self._drains:
+            self._failures.update(lines.keys())
+        later: dict[Line, Rejection] = {}
+        for work in dealt.left:
+            if work.line in lines and work.line not in later:
+                wait = LEFT if self._failures[work.line] >= STALLED else dealt.delays[work.line]
+                later[work.line] = Rejection(places[id(work)], dealt.reasons.get(work.line, other), wait)
+        return later
 
     async def close(self, producer: str | None = None) -> None:
         """Nothing is open."""

@@ -226,19 +226,18 @@ class Failures:
         keys = sorted(self._touched, key=lambda key: (key.key, key.tenant or ""))
         asked = {"tenants": [key.tenant for key in keys], "keys": [key.key for key in keys]}
         firsts = self._ask(self._book.firsts, **asked, ids=[self._touched[key] for key in keys])
-        waiting, promoted = set(lane.waiting), []
+        come, gone, promoted = set[Key](), set[Key](), []
         for tenant, key, first, status in firsts:
             of = Key(text_of(tenant), text_of(key))
-            if first is None:
-                waiting.discard(of)
-                continue
-            waiting.add(of)
-            if status == Status.PARKED:
+            (gone if first is None else come).add(of)
+            if first is not None and status == Status.PARKED:
                 promoted.append(first)
         if promoted:
             self._do(self._book.promote, ids=promoted)
             self.changed(promoted)
-        return replace(lane, waiting=frozenset(waiting))
+        if come <= lane.waiting and gone.isdisjoint(lane.waiting):
+            return lane  # there may be a million of them
+        return replace(lane, waiting=(lane.waiting - gone) | come)
 
     def _failed(self, rows: Iterable[int]) -> dict[int, _Failed]:
         if not (ids := sorted({*rows})):

@@ -49,9 +49,9 @@ over in less than one. From then on it is refused, and the others go on."""
 AT_ONCE = 4
 """Topics that a lane opens at the same time: one that does not answer must not make all others late. Not more, as many
 lanes begin together, and a broker that loads hundreds of topics at once is slow with each of them."""
-HANDOVER = 8.0
-"""Seconds that opening a producer may take at least: a broker asks the holder of its name for five whether it is still
-there, and whoever gives up before that lets it begin anew."""
+TIMEOUT = 8.0
+"""Seconds for an answer. A broker asks the holder of a producer's name for five whether it is still there; who gives
+up before that, when it opens one, lets the broker begin anew."""
 PAUSES = 4
 """A refused topic is left alone for so many times as long as it took to fail, so that those that do not answer stop
 their lane for a fifth of the time at most."""
@@ -133,7 +133,7 @@ class PulsarTransport:
         max_message_bytes: int = DEFAULT_MESSAGE_LIMIT,
         credentials: Credentials | None = None,
         tls: Tls | None = None,
-        timeout: float = 5.0,
+        timeout: float = TIMEOUT,
         keep_alive: float = 5.0,
         listener_name: str | None = None,
     ) -> None:
@@ -342,7 +342,7 @@ class PulsarTransport:
     async def _open_place(self, held: dict[str, Producer], place: str, topic: TopicName, name: str | None) -> None:
         connection = await self._client.broker_of(topic)
         # Held at once: whoever waits for us may have been cancelled, and would not take it.
-        held[place] = await Producer.open(connection, str(topic), name, patience=max(self._timeout, HANDOVER))
+        held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
         """Lanes begin together and share topics: one of them asks, and the others wait for the answer."""
