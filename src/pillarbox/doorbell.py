@@ -82,7 +82,10 @@ class Doorbell:
         if self._loop is None or self._loop.is_closed():
             return
         if self._loop is here:
-            self._answer(lanes)
+            try:
+                self._answer(lanes)
+            except Exception:  # who rings has committed
+                logger.exception("the doorbell was not heard")
             return
         # Whoever rings is in a thread, or in a loop of its own; relays and the carrier belong to theirs.
         with self._lock:

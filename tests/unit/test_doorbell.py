@@ -70,6 +70,18 @@ async def test_whoever_is_in_this_process_is_told_at_once() -> None:
 
 
 @in_virtual_time
+async def test_a_hearer_that_fails_does_not_fail_the_commit(caplog: pytest.LogCaptureFixture) -> None:
+    bell = Doorbell()
+
+    def fail(_lanes: Collection[LaneName]) -> Collection[LaneName]:
+        raise ValueError("a bug")
+
+    bell.hear(fail)
+    bell.ring([A])
+    assert "the doorbell was not heard" in caplog.text
+
+
+@in_virtual_time
 async def test_only_what_nobody_here_owns_is_carried_to_others() -> None:
     wire = Wire()
     bell = Doorbell(wire)
