@@ -474,7 +474,9 @@ class Sender:
         """
         number, row = items[0]
         self._leased.check()
-        if (dead := self._killer(number, row)) is not None:
+        if self._leased.lane.route.retry.exhausted(row.attempts):
+            dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
+            self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
             return await self._take_out(items, {number: dead}), None
         await self._leased.amend(attempts={row.id: row.attempts + 1})
         try:
@@ -488,14 +490,6 @@ class Sender:
         if outcome.accepted:
             self._accepted[number] = row.event
         return [item for item in items if item[0] not in self._accepted], outcome
-
-    def _killer(self, number: int, row: Row) -> Failure | None:
-        """That it is dead, if it has no attempts left."""
-        if not self._leased.lane.route.retry.exhausted(row.attempts):
-            return None
-        dead = Failure(row.id, row.attempts, "relays died while this was being sent", None)
-        self._report.dead(row, number, row.attempts, str(dead.error), rejected=False)
-        return dead
 
     async def _set_aside(self, items: list[_Item], fault: _Fault | None) -> list[_Item]:
         """Take out of the batch, which cannot go on as it is, what brought the ``fault`` about, and what goes to
@@ -553,13 +547,13 @@ class Sender:
         self._leased.check()
         items = await self._left()
         if items and self._publisher.capabilities.numbered:
-            items, outcome = await self._without_those_stored(items, care)
+            items, outcome = await self._without_those_stored(items)
             if outcome is not None:
                 return None, outcome
         fault, care.fault = care.fault, None
         return await self._set_aside(items, fault) if items else items, None
 
-    async def _without_those_stored(self, items: list[_Item], care: _Care) -> tuple[list[_Item], Outcome | None]:
+    async def _without_those_stored(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Ask a numbered destination how far it has come."""
         try:
             lasts = await self._open({row.topic for _, row in items})
@@ -571,7 +565,7 @@ class Sender:
         for place in sorted(lasts):
             if lasts[place] < 0 and self.numbering.may_be_forgotten(self._leased.lane, place):
                 self._report.forgotten(place, lasts[place], -1)
-            items, outcome = await self._without_stored(items, place, lasts[place], care)
+            items, outcome = await self._without_stored(items, place, lasts[place])
             if outcome is not None:
                 return items, outcome
         return items, None
@@ -588,9 +582,7 @@ class Sender:
         self._accepted.update((number, row.event) for number, row in items if before.get(number) == row.event)
         return [item for item in items if item[0] not in self._accepted]
 
-    async def _without_stored(
-        self, items: list[_Item], place: str, last: int, care: _Care
-    ) -> tuple[list[_Item], Outcome | None]:
+    async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
         """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""
         pushed = [
             (number, row)
@@ -603,11 +595,8 @@ class Sender:
         if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
             outcome = None
             while outcome is None and pushed:
-                number, row = pushed[-1]
-                if care.suspects_each and (dead := self._killer(number, row)) is not None:
-                    return await self._take_out(items, {number: dead}), None
                 try:
-                    outcome = await self._ask_whether_stored(number, row, care)
+                    outcome = await self._request([self.numbering.message(self._leased.lane, *pushed[-1])])
                 except _Fault as fault:
                     if fault.unanswered:
                         outcome = _no_answer(fault.reason)
@@ -626,20 +615,6 @@ class Sender:
         self._report.found_stored(found)
         gone = {number for number, _ in pushed}
         return [item for item in items if item[0] not in gone], None
-
-    async def _ask_whether_stored(self, number: int, row: Row, care: _Care) -> Outcome:
-        """Send it again. If relays may die of that, the attempt is counted before it goes, as when it went first."""
-        message = self.numbering.message(self._leased.lane, number, row)
-        if not care.suspects_each:
-            return await self._request([message])
-        await self._leased.amend(attempts={row.id: row.attempts + 1})
-        try:
-            outcome = await self._request([message])
-        except _Fault:
-            await self._leased.amend((), attempts={row.id: row.attempts})
-            raise
-        await self._leased.amend((), attempts={row.id: row.attempts})
-        return outcome
 
     async def _abandon(self) -> None:
         """The lane is to stop, and its destination is unavailable. What it has must not be sent again by the successor.

@@ -1026,35 +1026,6 @@ class TestDeadlyBatches:
         assert attempts == [("a1", 1), ("b1", 1), ("a2", 1)]  # counted before it goes
         assert world.statuses(Status.SENT) == "a1 b1 a2"
 
-    @pytest.mark.parametrize("numbered", [False, True], ids=["plain", "numbered"])
-    def test_h111_one_whose_receipt_kills_is_dead_in_the_end(self, numbered: bool) -> None:
-        """A numbered destination is asked for it by sending it again, which kills as well."""
-
-        class Killing(Broker):
-            async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
-                outcome = await super().send(producer, messages)
-                if any(message.body == b"b1" for message in messages):
-                    raise KeyboardInterrupt
-                return outcome
-
-        @in_virtual_time
-        async def scenario() -> None:
-            world = World()
-            world.broker = Killing(Capabilities(numbered=numbered))
-            world.write("a1 b1")
-            lane = await _after_deaths(world, 3)
-            for _ in range(6):
-                try:
-                    await world.worker(lane).run_once()
-                    break
-                except KeyboardInterrupt:
-                    await asyncio.sleep(4)
-                    lane = await world.take()
-            assert world.status("b1") is Status.FAILED
-            assert world.status("a1") is Status.SENT
-
-        scenario()
-
     @in_virtual_time
     async def test_h111_the_one_that_kills_is_dead_in_the_end_and_the_others_get_through(self) -> None:
         world = World()
