@@ -256,7 +256,7 @@ class LaneWorker:
             return set()
         slow = {row.tenant for row in page.fresh if row.tenant is not None and row.tenant in self.pace.tenant_rates}
         flood = self._detours.flood if self._is_full(page, limit) else ()
-        return {*page.held, *slow, *flood}
+        return {*page.held, *slow, *flood, *self._rejections.tenants_blocked(self.lane, page.fresh)}
 
     def _watch_for_floods(self, page: Page, plan: Plan, limit: int) -> None:
         """By pages that were sent. In a lane that has a rate everybody waits for that, and a detour would wait for all

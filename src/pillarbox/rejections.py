@@ -306,6 +306,12 @@ class Rejections:
             place.tenant for place in self._blocked[lane.name] if place.tenant is not None and place.next_probe > now
         )
 
+    def tenants_blocked(self, lane: Lane, rows: Iterable[Row]) -> set[str]:
+        """The tenants of those rows that go to blocked places, and nowhere else."""
+        if not self._blocked or _has_many_topics(lane):
+            return set()
+        return {row.tenant for row in rows if row.tenant is not None and self._blocked_place(lane, row) is not None}
+
     def is_blocked(self, lane: Lane, row: Row) -> bool:
         """Whether the row goes to a blocked place."""
         return bool(self._blocked) and self._blocked_place(lane, row) is not None
