@@ -1226,24 +1226,25 @@ async def test_a_group_that_was_joined_in_the_moment_of_being_cancelled_is_left(
         await left.wait()
 
 
-async def test_a_box_that_stops_waits_for_all_its_consumers_at_once(box: Pillarbox) -> None:
-    consumers = [answering(box, f"answers {number}", grace=0.5) for number in range(6)]
-    at_work = asyncio.Semaphore(0)
-    for consumer in consumers:
+async def test_a_box_that_stops_waits_for_all_its_consumers_at_once(postgres_database: Database) -> None:
+    async with open_box(postgres_database) as (box, _):
+        consumers = [answering(box, f"answers {number}", grace=0.5) for number in range(6)]
+        at_work = asyncio.Semaphore(0)
 
-        @consumer.on(Asked)
         async def dawdle(_event: Asked) -> None:
             at_work.release()
             await asyncio.get_running_loop().create_future()
 
-    running = [asyncio.create_task(consumer.run()) for consumer in consumers]
-    await ask(box, ("a", 1))
-    for _ in consumers:
-        await at_work.acquire()
-    began = asyncio.get_running_loop().time()
-    await box.stop()
-    assert asyncio.get_running_loop().time() - began < 2.0
-    await asyncio.gather(*running)
+        for consumer in consumers:
+            consumer.on(Asked)(dawdle)
+        running = [asyncio.create_task(consumer.run()) for consumer in consumers]
+        await ask(box, ("a", 1))
+        for _ in consumers:
+            await at_work.acquire()
+        began = asyncio.get_running_loop().time()
+        await box.stop()
+        assert asyncio.get_running_loop().time() - began < 2.0
+        await asyncio.gather(*running)
 
 
 async def test_a_broker_that_goes_away_costs_nothing(box: Pillarbox, broker: MemoryTransport) -> None:
