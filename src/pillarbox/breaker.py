@@ -35,7 +35,7 @@ class Breaker:
         self.failures, self.trouble = 0, None
 
     def tell(self, why: str) -> None:
-        """Something keeps the lane from sending, and nobody knows for how long."""
+        """The lane cannot send, for an unknown time."""
         self.trouble = Trouble(why)
         self._changed()
 

@@ -87,7 +87,7 @@ class Doorbell:
             except Exception:  # who rings has committed
                 logger.exception("the doorbell was not heard")
             return
-        # Whoever rings is in a thread, or in a loop of its own; relays and the carrier belong to theirs.
+        # The caller is in a thread or in another loop; relays and the carrier belong to this one.
         with self._lock:
             first = not self._rung
             self._rung.update(lanes)

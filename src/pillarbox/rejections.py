@@ -389,7 +389,7 @@ class Rejections:
         """The topics that have accepted nothing for a while, or could not be opened."""
         now = clock.current().monotonic()
         until = now - STANDSTILL_SECONDS
-        # Where nothing waits any more, nobody tries.
+        # A topic that was not tried for a while has no waiting deliveries.
         self._closed = {at: each for at, each in self._closed.items() if each.tried_at >= now - FORGOTTEN_SECONDS}
         return [each.what for each in self._closed.values() if each.since <= until] + [
             str(topic)

@@ -52,7 +52,7 @@ LATE = "no answer in time"
 NO_REASON = "no reason was given"
 
 _ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""What ends the process, or us, and is nobody's bug."""
+"""These end the process or the task, and are no bug of a transport."""
 
 _Item = tuple[int, Row]
 
@@ -390,7 +390,7 @@ class Sender:
     @asynccontextmanager
     async def _stuck_is_told(self, seconds: float | None) -> AsyncIterator[None]:
         """A request that does not end when it is cancelled holds its lane: to send again beside it might double what it
-        has, or put it out of order. So at least everybody shall know.
+        has, or put it out of order. The lane reports it as its trouble.
         """
         if seconds is None:
             yield
@@ -481,7 +481,7 @@ class Sender:
         await self._leased.amend(attempts={row.id: row.attempts + 1})
         try:
             outcome = await self._request([self.numbering.message(self._leased.lane, number, row)])
-        except _Fault:  # nobody has died of it; and before it is blamed, a numbered destination is asked for it
+        except _Fault:  # the relay is alive; and a numbered destination is asked for the event before that is blamed
             await self._leased.amend((), attempts={row.id: row.attempts})
             raise
         if outcome.rejected:

@@ -258,8 +258,8 @@ class Consumer:
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs, its source is to be had, and it makes progress: of no tenant anything has waited for longer
-        than its patience while nothing of that tenant was dealt with.
+        """Whether it runs, its source is available, and every tenant with waiting messages makes progress: something of
+        it was dealt with within the consumer's patience.
         """
         return self._running and self._intake.connected and not self._standstill()
 

@@ -52,7 +52,7 @@ class Threads:
                 error.__cause__ = stop
             except BaseException as raised:
                 error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, and the answer is not awaited
                 loop.call_soon_threadsafe(settle, result, error)
 
         thread = self._at_work[key] = threading.Thread(target=work, name="pillarbox handler", daemon=True)
