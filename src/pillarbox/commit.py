@@ -10,8 +10,7 @@ without a word.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -26,11 +25,6 @@ GUARDED = "pillarbox_guards_commits"
 
 ANSWER_SECONDS = 10.0
 """How long a task that was cancelled waits for the answer to its COMMIT. What takes longer will not come."""
-
-_uninterrupted: ContextVar[asyncio.Task[Any] | None] = ContextVar("pillarbox_uninterrupted", default=None)
-"""A task that no cancellation reaches: its COMMIT needs no protection of its own. Tasks that it starts inherit this
-variable, and are not that task.
-"""
 
 Written = Sequence[tuple[UUID, int, int]]
 
@@ -87,12 +81,14 @@ def guard_commits(engine: Engine) -> None:
         if id(dbapi_connection) in _doubtful:
             _doubtful.discard(id(dbapi_connection))
             _ask(dbapi_connection)
+        if dialect.driver == "asyncpg" and (adapter := dbapi_connection.dbapi_connection)._transaction is not None:
+            adapter._transaction = _Transaction(adapter._transaction, dbapi_connection)
         send(dbapi_connection)
 
     def do_commit(dbapi_connection: Any) -> None:
         try:
-            if dialect.is_async and _uninterrupted.get() is not asyncio.current_task():
-                await_only(_to_the_end(plain_commit, dbapi_connection))
+            if dialect.is_async and dialect.driver != "asyncpg":
+                await_only(_to_the_end(_apart(plain_commit, dbapi_connection), dbapi_connection))
             else:
                 plain_commit(dbapi_connection)
         except Exception as error:
@@ -179,52 +175,83 @@ def _first(error: BaseException, *names: str) -> object:
     return None
 
 
-async def uninterrupted(work: Callable[..., None], *arguments: object) -> None:
-    """Run blocking work of an async session to its end, even if we are cancelled: the cancellation is raised after it.
+class _Transaction:
+    """A transaction of asyncpg whose COMMIT runs to its end. It needs no task for that, and no greenlet."""
 
-    A second cancellation does not wait, and nor does one whose COMMIT hangs.
+    def __init__(self, plain: Any, connection: object) -> None:
+        self._plain = plain
+        self._connection = connection
+        self.rollback = plain.rollback
+
+    def commit(self) -> Coroutine[Any, Any, None]:
+        return _to_the_end(self._plain.commit(), self._connection)
+
+
+async def _apart(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
+    """Run COMMIT in a task of its own: drivers that limit their time by `asyncio.timeout` cancel the task they run in,
+    which must not be one that holds cancellations back.
     """
-    task = asyncio.ensure_future(_shielded(work, *arguments))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError as cancelled:
-        if not await _has_ended(task):
-            raise
-        raise cancelled from (None if task.cancelled() else task.exception())
+    await asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
 
 
-async def _shielded(work: Callable[..., None], *arguments: object) -> None:
-    _uninterrupted.set(asyncio.current_task())
-    try:
-        await greenlet_spawn(work, *arguments)
-    finally:
-        _uninterrupted.set(None)  # or the task and its context would refer to each other
-
-
-async def _to_the_end(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
+async def _to_the_end(sending: Coroutine[Any, Any, None], connection: object) -> None:
     """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one gives up."""
-    sending = asyncio.ensure_future(greenlet_spawn(commit, dbapi_connection))
-    task = asyncio.current_task()
+    held = _Held(sending)
     try:
-        await asyncio.shield(sending)
-    except asyncio.CancelledError:
-        if task is None or not await _has_ended(sending) or sending.cancelled():
-            raise
-        task.uncancel()
-        _hold_back(task, dbapi_connection)
-        sending.result()
-
-
-async def _has_ended(work: asyncio.Future[Any]) -> bool:
-    """Wait for it, although we are being cancelled. If it hangs, or we are cancelled once more, so is it."""
-    try:
-        await asyncio.wait([work], timeout=ANSWER_SECONDS)
+        await held
     finally:
-        ended = work.done()
-        if not ended:
-            work.cancel()
-            await asyncio.wait([work], timeout=1.0)  # whoever closes the connection finds nobody at it
-    return ended
+        if held.cancelled and not held.given_up and (task := asyncio.current_task()) is not None:
+            task.uncancel()
+            _hold_back(task, connection)
+
+
+class _Held:
+    """Awaits work to its end although the task is cancelled. A task and a shield would do so too, for far more.
+
+    A task that is cancelled cancels the future that it waits for. Here it waits for this object, which leaves the
+    future of the work alone: then the task keeps the cancellation until that future is done, and raises it here.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self._future: Any = None
+        self._limit: asyncio.TimerHandle | None = None
+        self.cancelled = False
+        self.given_up = False
+
+    def __await__(self) -> Generator[Any, None, None]:
+        try:
+            while True:
+                self._future = future = self._work.send(None)
+                # What a task asks of a future, beside to be cancelled.
+                self._asyncio_future_blocking = True
+                self.get_loop, self.add_done_callback = future.get_loop, future.add_done_callback
+                try:
+                    yield self
+                except (asyncio.CancelledError, Exception):  # noqa: S112  the work gets the future's own from that
+                    continue
+        except StopIteration:
+            pass
+        finally:
+            self._work.close()
+            if self._limit is not None:
+                self._limit.cancel()
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002  a future has it
+        """Called by the task, which keeps the cancellation to itself, because this one is not cancelled."""
+        if not self.cancelled:
+            self.cancelled = True
+            self._limit = self._future.get_loop().call_later(ANSWER_SECONDS, self._give_up)
+        else:
+            self._give_up()
+        return False
+
+    def _give_up(self) -> None:
+        self.given_up = True
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = self._future.get_loop().call_later(1.0, self._give_up)  # to close the connection may hang, too
+        self._future.cancel()
 
 
 def _hold_back(task: asyncio.Task[object], connection: object) -> None:

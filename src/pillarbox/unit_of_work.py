@@ -14,7 +14,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 from sqlalchemy.exc import IllegalStateChangeError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
+from sqlalchemy.util import greenlet_spawn
 
 from . import telemetry
 from .aggregate import Aggregate
-from .commit import uninterrupted
 from .errors import SessionError, SessionSharedError
 from .session import SEALED, bound_session
 from .tenancy import Tenancy
@@ -84,7 +84,7 @@ class UnitOfWork:
         self._session: AsyncSession | None = None
         self._open = False
         self._inner = 0
-        self._token: Token[tuple[UnitOfWork, asyncio.Task[Any] | None] | None] | None = None
+        self._around: tuple[UnitOfWork, asyncio.Task[Any] | None] | None = None
 
     @property
     def session(self) -> AsyncSession:
@@ -106,11 +106,11 @@ class UnitOfWork:
             if isinstance(item, Aggregate) and not hasattr(type(item), "__mapper__"):
                 bound_session(self.session).collector.attach(item, new=True)
             else:
-                self.session.add(item)
+                self.session.sync_session.add(item)
 
     def publish(self, event: object, *, key: str | UUID, tenant: str | None = None, ordered: bool = False) -> None:
         """See `EventPublisher.publish`."""
-        bound_session(self.session).collector.publish(event, key, tenant, ordered=ordered)
+        bound_session(self.session.sync_session).collector.publish(event, key, tenant, ordered=ordered)
 
     async def flush(self) -> None:
         """Write what has changed and what was raised, without committing."""
@@ -172,22 +172,23 @@ class UnitOfWork:
             self._session, self._open = self._sessions(), True
             session = self._session.sync_session
             session.info["uow"] = self
-            self._tenancy.assign(session, self._tenant)
+            if self._tenant is not None:
+                self._tenancy.assign(session, self._tenant)
             session.begin()
             if self._watchdog is not None:
                 self._unwatch = self._watchdog.watch(self, task, self._tenant)
         if self._timeout is not None:
             await self._timeout.__aenter__()
-        self._token = _current.set((self, task))
+        self._around = around
+        _current.set((self, task))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._token is not None:
-            with suppress(ValueError):  # entered in another context: that one has ended, and its variable with it
-                _current.reset(self._token)
-            self._token = None
+        current = _current.get()
+        if current is not None and current[0] is self:  # or it was entered in another context, which has ended
+            _current.set(self._around)
         try:
             if self._timeout is not None:
                 await self._timeout.__aexit__(kind, error, trace)
@@ -233,10 +234,14 @@ class UnitOfWork:
         session = self.session.sync_session
         try:
             if error is None:
-                await uninterrupted(_commit_and_close, session)
+                try:
+                    await greenlet_spawn(_commit_and_close, session)
+                finally:
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        await asyncio.sleep(0)  # a cancellation that COMMIT has held back is to be raised here
             else:
                 await self._clean_up()
-        except _NOT_ALONE:
+        except (asyncio.CancelledError, *_NOT_ALONE):
             await self._clean_up()
             raise
         finally:

@@ -6,18 +6,18 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from sqlalchemy import Connection, NullPool, create_engine, event, select, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.util import await_only
 
 from pillarbox import CommitOutcomeUnknown, Pillarbox, commit
-from pillarbox.commit import GUARDED, guard_commits, was_answered
+from pillarbox.commit import guard_commits, was_answered
 from pillarbox.errors import SessionError
 from pillarbox.relay import Relay
 from pillarbox.stores.turns import Turns
@@ -307,11 +307,12 @@ class TestCancellation:
             assert (task.cancelled(), uow.committed) == (True, True)
 
     @pytest.mark.parametrize("of", ["a unit of work", "the store"])
+    @pytest.mark.parametrize("after", ["some time", "a second cancellation"])
     async def test_h11_a_commit_that_hangs_is_given_up(
-        self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch, of: str
+        self, postgres_database: Database, monkeypatch: pytest.MonkeyPatch, of: str, after: str
     ) -> None:
         """Its host may be gone without a word, and a task that was cancelled would wait until TCP gives up."""
-        monkeypatch.setattr(commit, "ANSWER_SECONDS", 0.05)
+        monkeypatch.setattr(commit, "ANSWER_SECONDS", 0.05 if after == "some time" else 60.0)
         async with order_box(postgres_database.url()) as box:
             await set_up(box)
             sending, never = asyncio.Event(), asyncio.Event()
@@ -326,8 +327,36 @@ class TestCancellation:
             task = asyncio.create_task(work())
             await sending.wait()
             task.cancel()
+            if after == "a second cancellation":
+                await _turns(3)
+                assert not task.done()
+                task.cancel()
             await asyncio.wait([task])
             assert task.cancelled()
+            assert await written(box.engine) == []
+
+    async def test_h11_a_cancellation_before_commit_is_sent_rolls_back(self, postgres_database: Database) -> None:
+        """Leaving the block flushes first: as long as nothing can have committed, nobody has to wait for it."""
+        async with order_box(postgres_database.url()) as box:
+            await set_up(box)
+            at_work, never = asyncio.Event(), asyncio.Event()
+
+            @box.subscribe(OrderNoted, before_commit=True)
+            async def hang(_event: OrderNoted, _session: AsyncSession) -> None:
+                at_work.set()
+                await never.wait()
+
+            uow = box.unit_of_work()
+
+            async def work() -> None:
+                async with uow:
+                    uow.publish(OrderNoted(note="never"), key="k")
+
+            task = asyncio.create_task(work())
+            await at_work.wait()
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert (task.cancelled(), uow.committed) == (True, False)
             assert await written(box.engine) == []
 
     @pytest.mark.parametrize("times", [1, 2, 3])
@@ -455,21 +484,24 @@ def store_of(relay: Relay) -> Turns:
 
 
 def _slow_commit(engine: Engine, sending: asyncio.Event, go_on: asyncio.Event) -> None:
-    """COMMIT says when it is about to be sent and waits for a sign."""
-    dialect = engine.dialect
-    guarded = dialect.do_commit
-    plain = type(dialect).do_commit
+    """The first COMMIT says when it is about to be sent and waits for a sign."""
 
-    def waiting_commit(connection: object) -> None:
-        if not sending.is_set():
+    class Waiting:
+        def __init__(self, plain: Any) -> None:
+            self._plain = plain
+            self.rollback = plain.rollback
+
+        async def commit(self) -> None:
             sending.set()
-            await_only(go_on.wait())
-        plain(dialect, connection)  # type: ignore[arg-type]
+            await go_on.wait()
+            await self._plain.commit()
 
-    dialect.do_commit = waiting_commit  # type: ignore[method-assign, assignment]
-    delattr(dialect, GUARDED)
-    guard_commits(engine)
-    assert dialect.do_commit is not guarded
+    def slow_down(connection: Connection) -> None:
+        if not sending.is_set():
+            driver: Any = connection.connection.dbapi_connection
+            driver._transaction = Waiting(driver._transaction)
+
+    event.listen(engine, "commit", slow_down)
 
 
 @asynccontextmanager
