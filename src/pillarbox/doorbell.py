@@ -25,7 +25,7 @@ ANYBODY = LaneName(0, -1)
 """Rung when a relay comes or goes: all relays see to their shares."""
 
 PAUSE = 0.005
-"""The shortest time between two messages to other processes."""
+"""The shortest time between two messages to other processes; twice that while rings keep coming."""
 
 
 class Carrier(Protocol):
@@ -154,11 +154,12 @@ class Doorbell:
         return lanes
 
     async def _carry(self) -> None:
-        carrier = self._carrier
+        carrier, pause = self._carrier, PAUSE
         while self._to_carry and carrier is not None:
             lanes, self._to_carry = self._to_carry, set()
             try:
                 await carrier.carry(lanes)
             except Exception as error:
                 logger.debug("the doorbell does not ring: %s", error)
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(pause)
+            pause = 2 * PAUSE

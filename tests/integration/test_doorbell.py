@@ -159,7 +159,7 @@ async def test_h54_no_commit_fails_because_the_bell_does(box: Pillarbox, monkeyp
     async def broken(*_: object) -> None:
         raise ConnectionError("the notification queue is full")
 
-    monkeypatch.setattr(notify, "_execute", broken)
+    monkeypatch.setattr(PostgresCarrier, "_notify", broken)
     await place(box)
     await place(box)
     assert (await box.relay().drain()).sent == 2

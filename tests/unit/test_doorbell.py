@@ -111,6 +111,17 @@ async def test_h54_what_rings_while_a_message_is_on_its_way_goes_with_the_next()
 
 
 @in_virtual_time
+async def test_rings_that_keep_coming_are_carried_less_often() -> None:
+    wire = Wire()
+    bell = Doorbell(wire)
+    for _ in range(1000):
+        bell.ring([A])
+        await asyncio.sleep(0.001)
+    assert 90 <= len(wire.carried) <= 110
+    await bell.close()
+
+
+@in_virtual_time
 async def test_a_message_that_is_lost_loses_nothing_else() -> None:
     wire = Wire()
     bell = Doorbell(wire)

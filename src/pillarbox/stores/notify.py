@@ -44,7 +44,7 @@ class PostgresCarrier:
         self.works = False
 
     async def carry(self, lanes: Collection[LaneName]) -> None:
-        await self._notify(",".join(f"{lane.route}/{lane.shard}" for lane in [*lanes][:MAX_LANES]))
+        await self._notify(",".join([f"{route}/{shard}" for route, shard in [*lanes][:MAX_LANES]]))
 
     async def listen(self, hearer: Hearer) -> None:
         told = False
@@ -73,21 +73,19 @@ class PostgresCarrier:
 
     async def _notify(self, payload: str) -> None:
         async with self._sending, asyncio.timeout(ECHO_SECONDS):
-            await self._send(payload)
-
-    async def _send(self, payload: str) -> None:
-        try:
-            if self._sender is None:
-                self._sender = await self._engine.connect()
-                self._driver = (await self._sender.get_raw_connection()).driver_connection
-            await _execute(self._driver, f"NOTIFY {CHANNEL}, '{payload}'")
-        except BaseException:
-            sender, self._sender, self._driver = self._sender, None, None
-            if sender is not None:
-                with suppress(Exception):
-                    await sender.invalidate()
-                    await sender.close()
-            raise
+            try:
+                if self._sender is None:
+                    self._sender = await self._engine.connect()
+                    self._driver = (await self._sender.get_raw_connection()).driver_connection
+                # By the driver itself: a ring must cost next to nothing, also when there are hundreds in a second.
+                await self._driver.execute(f"NOTIFY {CHANNEL}, '{payload}'")
+            except BaseException:
+                sender, self._sender, self._driver = self._sender, None, None
+                if sender is not None:
+                    with suppress(Exception):
+                        await sender.invalidate()
+                        await sender.close()
+                raise
 
     async def _listen_once(self, hearer: Hearer) -> None:
         async with self._engine.connect() as connection:
@@ -99,7 +97,7 @@ class PostgresCarrier:
                 await driver.add_listener(CHANNEL, lambda *it: self._arrived(it[-1], hearer))
                 reading = asyncio.ensure_future(gone.wait())
             else:
-                await _execute(driver, f"LISTEN {CHANNEL}")
+                await driver.execute(f"LISTEN {CHANNEL}")
                 reading = asyncio.ensure_future(self._read(driver, hearer))
             try:
                 await self._check_now_and_again(reading)
@@ -134,8 +132,3 @@ class PostgresCarrier:
         lanes = [part.partition("/") for part in payload.split(",")]
         with suppress(ValueError):  # somebody else uses our channel
             hearer([LaneName(int(route), int(shard)) for route, _, shard in lanes])
-
-
-async def _execute(driver: Any, statement: str) -> None:
-    """By the driver itself: a ring must cost next to nothing, also when there are hundreds in a second."""
-    await driver.execute(statement)
