@@ -141,7 +141,7 @@ async def _subject(url: str, events: int, batch: int) -> AsyncIterator[tuple[Pil
 def _message(seq: int, events: int) -> Message:
     order = seq % (events // _VERSIONS)
     headers = {
-        "event_id": str(clock.current().new_id()),
+        "event_id": str(clock.new_id()),
         "event_type": _TYPE,
         "occurred_at": "2026-01-01T00:00:00.000000Z",
         "aggregate_type": "order",

@@ -160,7 +160,7 @@ async def _append(box: Pillarbox, connection: AsyncConnection, events: int, firs
 
 
 def _delivery(seq: int, shards: int) -> Delivery:
-    event_id = clock.current().new_id()
+    event_id = clock.new_id()
     headers = {
         "event_id": str(event_id),
         "event_type": _TYPE,

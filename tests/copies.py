@@ -96,7 +96,7 @@ class Outbox:
 
 
 def delivery(event: str, tenant: str | None = None) -> Delivery:
-    event_id, key = clock.current().new_id(), event.rstrip("0123456789")
+    event_id, key = clock.new_id(), event.rstrip("0123456789")
     headers = {"event_id": str(event_id)}
     return Delivery(event_id, "copies.made", ROUTE.id, SHARD, 1, TOPIC, key, tenant, headers, event.encode())
 

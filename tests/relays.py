@@ -153,7 +153,7 @@ class World:
             self.store.append(None, [self._delivery(event, tenant, size, topic)])
 
     def _delivery(self, event: str, tenant: str | None, size: int, topic: str) -> Delivery:
-        key, event_id = event.rstrip("0123456789"), clock.current().new_id()
+        key, event_id = event.rstrip("0123456789"), clock.new_id()
         headers = {"event_id": str(event_id)} | ({"tenant_id": tenant} if tenant else {})
         shard = stable_hash(key) % self.shards
         return Delivery(event_id, "t", self.route.id, shard, 1, topic, key, tenant, headers, event.ljust(size).encode())

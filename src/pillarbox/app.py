@@ -32,7 +32,7 @@ from .context import check_header, current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, StoreError
-from .event import EventType, Raised, registry
+from .event import EventType, registry
 from .gauges import Gauges
 from .inbox import Letter, LetterFilter, LetterKind, LetterState
 from .outbox import BUS, SHARDS, Delivery, NewRows, RouteRecord, Row
@@ -40,7 +40,7 @@ from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .retry import RetryPolicy
-from .route import Origin, Route, Router, check_key, check_routes, check_transports
+from .route import Route, Router, check_key, check_routes, check_transports
 from .stores import SqlStore, sqlite, store_on, streaming_on
 from .stores.apart import Apart, transaction
 from .stores.drivers import engine_for, with_driver
@@ -209,8 +209,8 @@ class Pillarbox:
 
     def _use_in_this_process(self) -> None:
         """From the first use to `stop`, the box belongs to one process."""
-        self._check_process()
-        if self._process is None:
+        if self._process != os.getpid():
+            self._check_process()
             self._process = os.getpid()
 
     def _check_process(self) -> None:
@@ -600,7 +600,7 @@ class _BoxOutbox:
 
     def __init__(self, box: Pillarbox) -> None:
         self._box = box
-        self._router = box.router
+        self.router = box.router
         self.tenancy = box.tenancy
         self.signals = box.signals
         self.inside: dict[str, list[Callable[[Any, Any], Any]]] = {}
@@ -616,12 +616,9 @@ class _BoxOutbox:
         guard_commits(engine)
         sqlite.configure_transactions(engine)
 
-    def goes_anywhere(self, raised: Raised) -> bool:
-        return bool(self._router.plan(raised.type))
-
     def prepare(self, connection: Connection) -> _Prepared:
         self._box._use_in_this_process()
-        records = self._router.records
+        records = self.router.records
         if self._registered.get(connection.dialect) == records:
             return None, records
         # Apart, or the first write of every other process would wait until this transaction ends. Where there is one
@@ -635,7 +632,7 @@ class _BoxOutbox:
         """Unless another transaction has done so meanwhile, or a connection of this engine leads to other tables than
         the business transaction's, whose schema may have been set for it alone.
         """
-        if self._registered.get(engine.dialect) == self._router.records:
+        if self._registered.get(engine.dialect) == self.router.records:
             return
         with transaction(engine) as connection:
             if self._box.store.install_id(connection) != install:
@@ -645,7 +642,7 @@ class _BoxOutbox:
 
     def register(self, connection: Connection) -> _Prepared:
         """Make the routes known, in the transaction of this connection."""
-        records = self._router.records
+        records = self.router.records
         self._use(self._box.store.register(connection, records))
         return connection.dialect, records
 
@@ -654,24 +651,21 @@ class _BoxOutbox:
             raise ConfigurationError(
                 f"this box was given shards={self._box._shards}, but the database was set up with {shards}"
             )
-        self._router.shards = shards
+        self.router.shards = shards
 
     def forget(self) -> None:
         """What the database knows is not known any more: it may be another one."""
         self._registered.clear()
 
-    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
-        return self._router.deliveries(raised, origin, tenant)
-
     def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
-        self._box.store.append(connection, deliveries)
+        self._box._store.append(connection, deliveries)
 
     def committed(self, rows: NewRows, prepared: _Prepared | None) -> None:
         if prepared is not None:
             dialect, records = prepared
             if dialect is not None:
                 self._registered[dialect] = records
-            if self.signals:
+            if self.signals.observers:
                 count_new(self.signals, rows, {record.id: record.name for record in records})
             self._box.doorbell.ring({lane for lane, _ in rows})
 

@@ -89,6 +89,16 @@ def current() -> Clock:
     return _current.get()
 
 
+def new_id() -> UUID:
+    """The next id of that clock."""
+    return _current.get().new_id()
+
+
+def now() -> datetime:
+    """Its time."""
+    return _current.get().now()
+
+
 @contextmanager
 def use(clock: Clock) -> Iterator[Clock]:
     """Let everything inside the block read ``clock``."""

@@ -8,10 +8,10 @@ it is rolled back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import iscoroutinefunction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -28,7 +28,7 @@ from .aggregate import Aggregate, recorded_by
 from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
 from .outbox import Delivery, NewRows, count_rows, stable_hash
-from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, check_key, default_aggregate_type, origins
+from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, Router, check_key, default_aggregate_type, origins
 from .telemetry import Activity, Signals, handed_on
 from .tenancy import Tenancy, TenantScoped, session_tenant
 
@@ -36,8 +36,8 @@ MAX_ROUNDS = 100
 
 _Unnumbered = tuple[EventType, str, str, int | None]
 """An event's type, the type and id of its aggregate, and the version of that."""
-_Hashed = tuple["_Entry", _Unnumbered, int]
-"""With the hash of all that must not differ when an event is recorded twice."""
+_Recorded = tuple["_Entry", _Unnumbered, int, int]
+"""With its identity, and the hash of all that must not differ when an event is recorded twice."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _LOCK_KEY = text("SELECT pg_advisory_xact_lock(:number)")
@@ -46,6 +46,7 @@ _LOCK_KEY = text("SELECT pg_advisory_xact_lock(:number)")
 class Outbox(Protocol):
     """What a session needs to know about the box that it is bound to."""
 
+    router: Router
     tenancy: Tenancy
     signals: Signals
 
@@ -56,14 +57,6 @@ class Outbox(Protocol):
 
     def configure_transactions(self, engine: Engine) -> None:
         """Make COMMIT and transactions on this engine what they must be. Twice is fine."""
-        ...
-
-    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
-        """Encode one event for all its routes."""
-        ...
-
-    def goes_anywhere(self, raised: Raised) -> bool:
-        """Whether some route or handler wants this event."""
         ...
 
     def prepare(self, connection: Connection) -> Any:
@@ -79,7 +72,7 @@ class Outbox(Protocol):
         ...
 
 
-class _Entry(NamedTuple):
+class _Entry(msgspec.Struct, frozen=True):
     """An event on its way into the outbox: raised by an aggregate, or published under a key."""
 
     raised: Raised
@@ -88,28 +81,16 @@ class _Entry(NamedTuple):
     tenant: str | None = None
     ordered: bool = False
 
-    @property
-    def identity(self) -> int:
-        """Which event this is. Foreign classes carry no id: then it is the object itself, as long as it is kept."""
-        return self.raised.event_id.int if self.is_identified else -id(self.raised.event)
-
-    @property
-    def is_identified(self) -> bool:
-        """Whether the event carries its id."""
-        return isinstance(self.raised.event, Event)
-
-
-def _hashed(entry: _Entry, origin: _Unnumbered) -> _Hashed:
-    return entry, origin, hash((_encode(entry.raised.payload), entry.key, entry.tenant, origin[1], origin[2]))
-
 
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "marks", "refused", "rows", "taken_over", "undone")
+    __slots__ = ("aggregates", "committed", "marks", "refused", "rows", "taken_over", "undone", "written")
 
-    def __init__(self, marks: tuple[int, ...]) -> None:
-        self.marks = marks
+    def __init__(self, written: _Written) -> None:
+        self.written = written
+        """Shared by all of a transaction."""
+        self.marks = written.marks()
         """How much had been written when it began."""
         self.aggregates: WeakValueDictionary[int, Aggregate] | None = None
         """Those that have raised something. One with events that are not written is kept by the collector; nothing is
@@ -143,14 +124,14 @@ class _Written:
     only its id is kept, of its content a hash.
     """
 
-    __slots__ = ("_foreign", "_hashes", "_ids", "_known", "_numbered", "_routes", "handled")
+    __slots__ = ("_foreign", "_ids", "_known", "_numbered", "_routes", "handled", "hashes")
 
     def __init__(self) -> None:
-        self._hashes: dict[int, int] = {}
-        """What was recorded of each event, by its id; for one without, by a number below 0 that is given here."""
+        self.hashes: dict[int, int] = {}
+        """What was recorded of each event, by its `identity`: those that were written, or go nowhere."""
         self._foreign: dict[int, tuple[Callable[[], object], int]] = {}
-        """Events without an id, by their identity, each with its number. They are not kept for that, if their class
-        allows it: once such an event is gone, nobody can record it again, and another object may have its identity.
+        """Events without an id, each with its number. They are not kept for that, if their class allows it: once such
+        an event is gone, nobody can record it again, and another object may be where it was.
         """
         self._numbered = 0
         self._ids: list[int] = []
@@ -162,42 +143,34 @@ class _Written:
 
     def marks(self) -> tuple[int, ...]:
         """How much there is."""
-        return len(self._hashes), len(self._ids), len(self.handled)
+        return len(self.hashes), len(self._ids), len(self.handled)
 
     def undo(self, marks: tuple[int, ...]) -> None:
         """Forget what came after these marks."""
         hashes, rows, handled = marks
-        while len(self._hashes) > hashes:
-            self._hashes.popitem()
+        while len(self.hashes) > hashes:
+            self.hashes.popitem()
         while len(self.handled) > handled:
             self.handled.popitem()
         del self._ids[rows:], self._routes[rows:]
 
-    def hash_of(self, entry: _Entry) -> int | None:
-        """What was recorded of this event, if it was written."""
-        identity = entry.identity
-        if not entry.is_identified:
-            event, number = self._foreign.get(identity, (None, 0))
-            if event is None or event() is not entry.raised.event:
-                return None
-            identity = number
-        return self._hashes.get(identity)
-
-    def note(self, entries: Iterable[_Hashed]) -> None:
-        """These events were written, or go nowhere."""
-        for entry, _, content in entries:
-            identity = entry.identity
-            if not entry.is_identified:
-                self._numbered += 1
-                self._foreign[identity] = _reference(entry.raised.event), -self._numbered
-                identity = -self._numbered
-            self._hashes[identity] = content
+    def identity(self, raised: Raised) -> int:
+        """Which event this is: its id. Foreign classes carry none: then it is a number below 0 that is given here."""
+        event = raised.event
+        if isinstance(event, Event):
+            return raised.event_id.int
+        known, number = self._foreign.get(id(event), (None, 0))
+        if known is None or known() is not event:
+            self._numbered = number = self._numbered - 1
+            self._foreign[id(event)] = _reference(event), number
+        return number
 
     def note_rows(self, deliveries: Sequence[Delivery]) -> None:
         """These rows were written."""
-        self._ids += [row.event_id.int for row in deliveries]
-        routes = [(row.route, row.schema_version) for row in deliveries]
-        self._routes += [self._known.setdefault(route, route) for route in routes]  # each once in memory
+        for row in deliveries:
+            self._ids.append(row.event_id.int)
+            route = (row.route, row.schema_version)
+            self._routes.append(self._known.setdefault(route, route))  # each once in memory
 
     def rows(self) -> commit.Written:
         """All rows: event, route and schema version."""
@@ -225,9 +198,10 @@ class Collector:
         self._published: list[_Entry] = []
         self._plain: list[Aggregate] = []
         self._frames: list[_Frame] = []
-        self._written = _Written()
         self._handle: int | None = None
         self._prepared: Any = None
+        self._borrowed = False
+        """Whether the transaction belongs to somebody else: then it may be undone although we have committed."""
         self._commit_began: float | None = None
         self._commit_took: float | None = None
         self.committed = False
@@ -313,8 +287,10 @@ class Collector:
         """Let the ORM write, then write what was raised. Listeners may raise more meanwhile: go on until nothing is
         left. The session must not flush by itself meanwhile.
         """
+        inside = self._outbox.inside
         for _ in range(MAX_ROUNDS):
-            self._run_handlers()
+            if inside:
+                self._run_handlers()
             prepared = {
                 identity: aggregate for identity, aggregate in self._touched.items() if recorded_by(aggregate).events
             }
@@ -322,7 +298,7 @@ class Collector:
             for aggregate in prepared.values():
                 self._prepare_row(aggregate)
             flush_orm()
-            if self._touched.keys() <= prepared.keys() and not self._unhandled():
+            if self._touched.keys() <= prepared.keys() and not (inside and self._unhandled()):
                 self._write()
                 return
         raise SessionError(
@@ -338,7 +314,7 @@ class Collector:
             fresh = self._unhandled()
             if not fresh:
                 return
-            self._written.handled.update((it.event_id.int, None) for it in fresh)
+            self._frames[-1].written.handled.update((it.event_id.int, None) for it in fresh)
             for it in sorted(fresh, key=lambda it: it.sequence):
                 for handler in self._outbox.inside[it.type.name]:
                     try:
@@ -349,12 +325,10 @@ class Collector:
         raise SessionError(f"handlers were still raising events after {MAX_ROUNDS} rounds: they answer each other")
 
     def _unhandled(self) -> list[Raised]:
-        if not self._outbox.inside:
-            return []
         raised = [it for aggregate in self._touched.values() for it in recorded_by(aggregate).events]
         raised += [entry.raised for entry in self._published]
         wanted = [it for it in raised if it.type.name in self._outbox.inside]
-        return [it for it in wanted if it.event_id.int not in self._written.handled]
+        return [it for it in wanted if it.event_id.int not in self._frames[-1].written.handled]
 
     def _run_handler(self, handler: Callable[[Any, Any], Any], event: object) -> None:
         if not (iscoroutinefunction(handler) or iscoroutinefunction(getattr(handler, "__call__", None))):  # noqa: B004  it is callable
@@ -379,18 +353,22 @@ class Collector:
             self._connection().execute(_row_of(state).with_for_update())
 
     def _write(self) -> None:
-        entries = [
-            _Entry(raised, aggregate)
-            for aggregate in self._touched.values()
-            for raised in recorded_by(aggregate).events
-        ]
-        entries = sorted(entries + self._published, key=lambda entry: entry.raised.sequence)
-        fresh = self._without_repetitions([_hashed(entry, self._origin(entry)) for entry in entries])
-        numbered = zip(fresh, origins([origin for _, origin, _ in fresh]), strict=True)
-        wanted = [(it[0], origin) for it, origin in numbered if self._outbox.goes_anywhere(it[0].raised)]
+        entries = self._published
+        if self._touched:
+            raised = [_Entry(it, each) for each in self._touched.values() for it in recorded_by(each).events]
+            entries = sorted(raised + entries, key=lambda entry: entry.raised.sequence)
+        written, recorded = self._frames[-1].written, list[_Recorded]()
+        for entry in entries:
+            origin = self._origin(entry)
+            content = hash((_encode(entry.raised.payload), entry.key, entry.tenant, origin[1], origin[2]))
+            recorded.append((entry, origin, written.identity(entry.raised), content))
+        fresh = self._without_repetitions(recorded)
+        numbered = zip(fresh, origins([it[1] for it in fresh]), strict=True)
+        wanted = [(it[0], origin) for it, origin in numbered if self._outbox.router.plan(it[0].raised.type)]
         if wanted:
             self._append(wanted)
-        self._written.note(fresh)
+        for _, _, identity, content in fresh:
+            written.hashes[identity] = content
         for aggregate in self._touched.values():
             recorded_by(aggregate).events.clear()
         self._touched.clear()
@@ -411,21 +389,19 @@ class Collector:
         """Whether the session knows the object as a row. Its own flags still call one deleted that was added again."""
         return state.key is not None and self.session.identity_map.get(state.key) is state.obj()
 
-    def _without_repetitions(self, entries: list[_Hashed]) -> list[_Hashed]:
+    def _without_repetitions(self, recorded: list[_Recorded]) -> list[_Recorded]:
         """An event that is recorded twice is written once. Two events with one id are a mistake."""
-        new: dict[int, int] = {}
+        hashes, new = self._frames[-1].written.hashes, dict[int, int]()
         fresh = []
-        for it in entries:
-            identity, content = it[0].identity, it[2]
-            known = self._written.hash_of(it[0])
-            if known is None:
-                known = new.get(identity)
+        for it in recorded:
+            entry, _, identity, content = it
+            known = hashes.get(identity, new.get(identity))
             if known is None:
                 new[identity] = content
                 fresh.append(it)
             elif known != content:
                 raise DuplicateEventError(
-                    f"the event id {it[0].raised.event_id} was recorded twice in this transaction, "
+                    f"the event id {entry.raised.event_id} was recorded twice in this transaction, "
                     "with another content, key, tenant or aggregate: make a new event"
                 )
         return fresh
@@ -433,29 +409,28 @@ class Collector:
     def _append(self, wanted: list[tuple[_Entry, Origin]]) -> None:
         connection = self._connection()
         prepared = self._outbox.prepare(connection)
-        # In a transaction that belongs to somebody else our commit may still be undone.
-        self._prepared = None if isinstance(self.session.get_bind(), Connection) else prepared
+        self._prepared = None if self._borrowed else prepared
         if self._outbox.signals.traces:
             self._append_traced(connection, wanted)
         else:
             self._append_rows(connection, wanted)
         if self._handle is None:
-            self._handle = commit.remember(connection.connection, self._written.rows)
+            self._handle = commit.remember(connection.connection, self._frames[-1].written.rows)
 
     def _append_rows(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
-        deliveries = [
-            row
-            for entry, origin in wanted
-            for row in self._outbox.deliveries(entry.raised, origin, self._tenant_of(entry))
-        ]
-        self._lock_keys(connection, [entry for entry, _ in wanted if entry.ordered])
+        deliveries: list[Delivery] = []
+        for entry, origin in wanted:
+            deliveries += self._outbox.router.deliveries(entry.raised, origin, self._tenant_of(entry))
+        if ordered := [entry for entry, _ in wanted if entry.ordered]:
+            self._lock_keys(connection, ordered)
         try:
             self._outbox.append(connection, deliveries)
         except BaseException:
             commit.doubt(connection)  # rows may go by the driver, where SQLAlchemy tells nobody of an error
             raise
-        self._written.note_rows(deliveries)
-        count_rows(deliveries, self._frames[-1].rows)
+        frame = self._frames[-1]
+        frame.written.note_rows(deliveries)
+        count_rows(deliveries, frame.rows)
 
     def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
         raised = [entry.raised for entry, _ in wanted]
@@ -478,18 +453,21 @@ class Collector:
             self._append_rows(
                 connection,
                 [
-                    (entry._replace(raised=replace(entry.raised, context=context)), origin)
+                    (replace(entry, raised=replace(entry.raised, context=context)), origin)
                     for (entry, origin), context in zip(wanted, contexts, strict=True)
                 ],
             )
 
     def _connection(self) -> Connection:
+        session = self.session
         try:
-            connection = self._outbox.tenancy.connection_of(self.session)
+            bind = session.get_bind()
         except UnboundExecutionError as error:
             raise SessionError(
                 "the outbox has no database in this session: give the sessionmaker bind=engine"
             ) from error
+        connection = Session.connection(session, bind_arguments={"bind": bind})
+        self._borrowed = connection is bind
         if _is_autocommit(connection):
             raise SessionError("this engine is in AUTOCOMMIT mode, where a rollback would undo nothing")
         return connection
@@ -498,7 +476,7 @@ class Collector:
         """Transactions that publish under one key, and asked for it, write their rows in the order in which they
         commit.
         """
-        if entries and connection.dialect.name == "postgresql":  # on SQLite there is one writer at a time anyway
+        if connection.dialect.name == "postgresql":  # on SQLite there is one writer at a time anyway
             for number in sorted({stable_hash(f"{self._tenant_of(entry) or ''}\n{entry.key}") for entry in entries}):
                 connection.execute(_LOCK_KEY, {"number": number})
 
@@ -516,7 +494,7 @@ class Collector:
     def begun(self) -> None:
         if not self._frames:
             self.committed = False
-        self._frames.append(_Frame(self._written.marks()))
+        self._frames.append(_Frame(self._frames[-1].written if self._frames else _Written()))
 
     def commit_begins(self) -> None:
         """Called only if somebody wants to know how long it takes."""
@@ -554,11 +532,10 @@ class Collector:
         if self._handle is not None:
             unknown = commit.forget(self._handle)
             self._handle = None
-        if self._outbox.signals:
+        if self._outbox.signals.observers:
             # In a transaction that belongs to somebody else nothing was committed yet.
             ours = frame.rows and self._prepared is not None
             self._tell(unknown=unknown, took=self._commit_took if ours else None)
-        self._written = _Written()
         if frame.committed and frame.rows:
             self._outbox.committed(frame.rows, self._prepared)
 
@@ -579,7 +556,7 @@ class Collector:
             state: InstanceState[Any] | None = inspect(aggregate, raiseerr=False)
             again = state is None or state.transient
             recorded.events = list(recorded.before) if again else []
-        self._written.undo(frame.marks)
+        frame.written.undo(frame.marks)
         self.rolled_back()
 
 

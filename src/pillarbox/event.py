@@ -63,10 +63,8 @@ class Event(_Declared):
     Two events are equal when their own fields are: identity and time say which one it is, not what it says.
     """
 
-    event_id: UUID = dataclasses.field(default_factory=lambda: clock.current().new_id(), compare=False)
-    occurred_at: datetime = dataclasses.field(
-        default_factory=lambda: clock.current().now(), compare=False, kw_only=True
-    )
+    event_id: UUID = dataclasses.field(default_factory=clock.new_id, compare=False)
+    occurred_at: datetime = dataclasses.field(default_factory=clock.now, compare=False, kw_only=True)
 
 
 class IntegrationEvent(Event):
@@ -275,7 +273,7 @@ _sequence = itertools.count(1)
 
 def capture(event: object) -> Raised:
     """Take the event as it is now, checked. Later changes to what it refers to are not seen."""
-    kind = registry.of(event)
+    kind = registry.of_type(type(event))
     if isinstance(event, Event):
         event_id, occurred_at = event.event_id, event.occurred_at
         fields = [(name, getattr(event, name)) for name in kind.names]
@@ -306,8 +304,8 @@ def _foreign_identity(event: object) -> tuple[UUID, datetime]:
     """Classes that are not ours may carry an identity of their own."""
     event_id, occurred_at = getattr(event, "event_id", None), getattr(event, "occurred_at", None)
     return (
-        event_id if isinstance(event_id, UUID) else clock.current().new_id(),
-        occurred_at if isinstance(occurred_at, datetime) else clock.current().now(),
+        event_id if isinstance(event_id, UUID) else clock.new_id(),
+        occurred_at if isinstance(occurred_at, datetime) else clock.now(),
     )
 
 

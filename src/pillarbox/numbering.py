@@ -44,7 +44,7 @@ class Numbering:
         if reached := {place: last for place in topics if (last := self._reached.get(place, -1)) >= 0}:
             found[REACHED] = reached
         if self._forgets_after is not None and len(reached) < len(topics):
-            found[AT] = int(clock.current().now().timestamp())
+            found[AT] = int(clock.now().timestamp())
         return found
 
     def place(self, lane: Lane, row: Row) -> str:
@@ -83,7 +83,7 @@ class Numbering:
         announced_at: int | None = _announced(lane, AT)
         if self._forgets_after is None or announced_at is None or self.reached(lane, place) >= 0:
             return False
-        return clock.current().now().timestamp() - announced_at > self._forgets_after
+        return clock.now().timestamp() - announced_at > self._forgets_after
 
     def _partition(self, lane: Lane, row: Row) -> str:
         count = (_announced(lane, PARTITIONS) or {}).get(row.topic, 0)

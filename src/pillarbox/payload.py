@@ -30,10 +30,7 @@ SAFE_INTEGER = 2**53 - 1
 
 def plain(value: object, path: str = "", depth: int = 0) -> Plain:
     """The value as JSON would carry it; `PayloadError` names the field that cannot be carried."""
-    convert = _CONVERTERS.get(type(value))
-    if convert is not None:
-        return convert(value, path, depth)
-    return _by_kind(value, path, depth)
+    return _CONVERTERS.get(type(value), _by_kind)(value, path, depth)
 
 
 def fields_of(event: object) -> Mapping[str, object]:
@@ -53,7 +50,8 @@ def plain_fields(fields: Iterable[tuple[str, object]], path: str = "", depth: in
     if depth > MAX_DEPTH:
         raise PayloadError(path, f"is nested deeper than {MAX_DEPTH} levels, or contains itself")
     prefix = f"{path}." if path else ""
-    return {name: plain(value, prefix + name, depth + 1) for name, value in fields}
+    of, depth = _CONVERTERS.get, depth + 1  # `plain`, without a call for each
+    return {name: of(type(value), _by_kind)(value, prefix + name, depth) for name, value in fields}
 
 
 def _text(value: Any, path: str, _depth: int) -> str:

@@ -280,7 +280,7 @@ def _ages(messages: Sequence[Message]) -> dict[float, int]:
     ids = sorted([message.headers["event_id"] for message in messages])
     if not _is_v7(ids[0]) or not _is_v7(ids[-1]):
         ids = list(filter(_is_v7, ids))
-    now = int(clock.current().now().timestamp() * 1000)
+    now = int(clock.now().timestamp() * 1000)
     ages: dict[float, int] = {}
     start = 0
     while start < len(ids):

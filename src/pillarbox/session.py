@@ -24,7 +24,14 @@ import greenlet
 from sqlalchemy import Connection, Engine, inspect
 from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-from sqlalchemy.orm import FromStatement, ORMExecuteState, Session, SessionTransaction, sessionmaker
+from sqlalchemy.orm import (
+    FromStatement,
+    ORMExecuteState,
+    Session,
+    SessionTransaction,
+    SessionTransactionOrigin,
+    sessionmaker,
+)
 from sqlalchemy.orm.exc import StaleDataError
 
 from .aggregate import Aggregate, recorded_by
@@ -243,17 +250,17 @@ def _bound_class(base: type[Session], outbox: Outbox) -> type[Session] | None:
 
 
 def _after_transaction_create(session: BoundSession, transaction: SessionTransaction) -> None:
-    if transaction.nested or transaction.parent is None:
+    if transaction.origin is not SessionTransactionOrigin.SUBTRANSACTION:  # as every flush has one
         session.collector.begun()
 
 
 def _after_transaction_end(session: BoundSession, transaction: SessionTransaction) -> None:
-    if transaction.nested or transaction.parent is None:
+    if transaction.origin is not SessionTransactionOrigin.SUBTRANSACTION:
         session.collector.ended()
 
 
 def _before_commit(session: BoundSession) -> None:
-    if session.pillarbox.signals:
+    if session.pillarbox.signals.observers:
         session.collector.commit_begins()
 
 

@@ -593,24 +593,20 @@ class Signals:
     """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._observers = tuple(observers)
+        self.observers = tuple(observers)
+        """Who is told."""
         self._sources: list[Source] = []
         self._failed: set[int] = set()
-        self.by_tenant = any(observer.by_tenant for observer in self._observers)
-        self.traces = any(map(_traces, self._observers))
+        self.by_tenant = any(observer.by_tenant for observer in self.observers)
+        self.traces = any(map(_traces, self.observers))
         """Whether somebody wants to hear of activities."""
 
     def __bool__(self) -> bool:
-        return bool(self._observers)
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        """Who is told."""
-        return self._observers
+        return bool(self.observers)
 
     def add(self, observer: Observer) -> None:
         """Tell one more."""
-        self._observers += (observer,)
+        self.observers += (observer,)
         self.by_tenant = self.by_tenant or observer.by_tenant
         self.traces = self.traces or _traces(observer)
         for source in self._sources:
@@ -619,7 +615,7 @@ class Signals:
     def watch(self, source: Source) -> None:
         """Keep gauges, and show them to everybody who is told."""
         self._sources.append(source)
-        for observer in self._observers:
+        for observer in self.observers:
             self._show(observer, source)
 
     def _show(self, observer: Observer, source: Source) -> None:
@@ -630,7 +626,7 @@ class Signals:
 
     def count(self, metric: Metric, labels: Labels = (), amount: int = 1, tenant: str | None = None) -> None:
         """See `Observer.count`."""
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer.count(metric, labels, amount, tenant)
             except Exception as error:
@@ -640,7 +636,7 @@ class Signals:
         self, metric: Metric, values: Mapping[float, int], labels: Labels = (), tenant: str | None = None
     ) -> None:
         """See `Observer.observe`."""
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer.observe(metric, labels, values, tenant)
             except Exception as error:
@@ -650,7 +646,7 @@ class Signals:
     def during(self, activity: Activity) -> Iterator[None]:
         """See `Observer.during`."""
         entered = []
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 manager = observer.during(activity)
                 manager.__enter__()

@@ -143,8 +143,7 @@ class SideBySide:
 
     async def _append(self, session: Session, count: int) -> list[RowAt]:
         rows = [
-            Delivery(clock.current().new_id(), "t", ROUTE.id, self._shard, 1, "steps", "k", None, {}, BODY)
-            for _ in range(count)
+            Delivery(clock.new_id(), "t", ROUTE.id, self._shard, 1, "steps", "k", None, {}, BODY) for _ in range(count)
         ]
         await session.connection.run_sync(self._store.append, rows)
         ids = {"ids": [str(row.event_id) for row in rows]}

@@ -151,7 +151,7 @@ class MemoryInbox:
             if row is not None:
                 found[arrival.event_id] = row[0]
         answers = admissions(found, arrivals)
-        now = clock.current().now()
+        now = clock.now()
         for arrival, answer in zip(arrivals, answers, strict=True):
             if answer is Admission.NEW:
                 row = (arrival.schema_version, arrival.digest), now
@@ -167,7 +167,7 @@ class MemoryInbox:
         return True
 
     def prune(self, connection: MemoryTransaction | None, consumer: int, older_than: timedelta, limit: int) -> int:
-        before = clock.current().now() - older_than
+        before = clock.now() - older_than
         old = [(at, place) for place, (_, at) in self.table.seen(connection) if place[0] == consumer and at < before]
         gone = sorted(old)[:limit]
         for _, place in gone:
@@ -183,7 +183,7 @@ class MemoryLetters:
         self._last_id = 0
 
     def write(self, connection: MemoryTransaction | None, letters: Sequence[Letter]) -> Sequence[int]:
-        now = clock.current().now()
+        now = clock.now()
         first = self._last_id + 1
         for letter in letters:
             self._last_id += 1
@@ -226,7 +226,7 @@ class MemoryLetters:
         *,
         keep_decisions: bool = False,
     ) -> int:
-        before = clock.current().now() - older_than
+        before = clock.now() - older_than
         gone = [
             number
             for number, letter in self.table.seen(connection)
@@ -241,7 +241,7 @@ class MemoryLetters:
         letter = self.take(connection, letter_id)
         if letter is None:
             return False
-        self.table.write(connection, letter_id, replace(letter, updated_at=clock.current().now(), **changes))
+        self.table.write(connection, letter_id, replace(letter, updated_at=clock.now(), **changes))
         return True
 
 

@@ -176,7 +176,7 @@ _LEDGER = text(
 
 
 def _delivery(key: str, version: int) -> Delivery:
-    event_id, body = clock.current().new_id(), f"{key} {version}".encode()
+    event_id, body = clock.new_id(), f"{key} {version}".encode()
     headers = {"event_id": str(event_id), "version": str(version)}
     shard, tenant = shard_of(key), tenant_of(key)
     return Delivery(event_id, "prove.happened", ROUTE.id, shard, 1, ROUTE.topic, key, tenant, headers, body)

@@ -19,9 +19,9 @@ from pillarbox import session as sessions
 from pillarbox.aggregate import Aggregate
 from pillarbox.codecs import Codecs
 from pillarbox.commit import guard_commits
-from pillarbox.event import IntegrationEvent, Raised
+from pillarbox.event import IntegrationEvent
 from pillarbox.outbox import Delivery, Key, NewRows
-from pillarbox.route import Origin, Route, Router
+from pillarbox.route import Route, Router
 from pillarbox.stores import sqlite
 from pillarbox.stores.append import Appender
 from pillarbox.stores.migrations import migrate
@@ -64,18 +64,12 @@ class _Outbox:
     inside: Mapping[str, Sequence[Callable[[Any, Any], Any]]] = {}
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self.router = router
         self._appender = Appender()
 
     def configure_transactions(self, engine: Engine) -> None:
         guard_commits(engine)
         sqlite.configure_transactions(engine)
-
-    def deliveries(self, raised: Raised, origin: Origin, tenant: str | None) -> list[Delivery]:
-        return self._router.deliveries(raised, origin, tenant)
-
-    def goes_anywhere(self, raised: Raised) -> bool:
-        return bool(self._router.plan(raised.type))
 
     def prepare(self, _connection: Connection) -> None:
         """The relays' store knows the routes already."""

@@ -991,7 +991,7 @@ class DeafCarrier:
 
 
 def _delivery(route: RouteRecord) -> Delivery:
-    return Delivery(clock.current().new_id(), "t", route.id, 0, 1, route.topic, "k", None, {}, b"s1")
+    return Delivery(clock.new_id(), "t", route.id, 0, 1, route.topic, "k", None, {}, b"s1")
 
 
 def test_names_of_relays_differ() -> None:

@@ -382,7 +382,7 @@ def edit(
     The old body is kept in the audit trail. --reason is required.
     """
     need_reason(author, "why the body is changed")
-    settings, new_id = load_settings(config), clock.current().new_id()
+    settings, new_id = load_settings(config), clock.new_id()
     delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
     new = _checked(body.read(), old, delivery, new_id)
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}

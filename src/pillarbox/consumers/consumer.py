@@ -382,7 +382,7 @@ class Consumer:
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
         """Seconds since the oldest event at hand occurred."""
-        now = clock.current().now()
+        now = clock.now()
         moments = [_occurred_at(work) for work in (self._intake.at_hand() if at_hand is None else at_hand)]
         return max(((now - moment).total_seconds() for moment in moments if moment is not None), default=0.0)
 

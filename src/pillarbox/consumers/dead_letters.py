@@ -62,7 +62,7 @@ class DeadLetterRoute:
         message = letter.message
         key = message.key or str(letter.event_id or letter.consumer)
         return Delivery(
-            event_id=clock.current().new_id(),  # the outbox may hold the event itself under its own id
+            event_id=clock.new_id(),  # the outbox may hold the event itself under its own id
             event_type=letter.event_type or _NOBODYS_EVENT,
             route=self._route.id,
             shard=stable_hash(key) % self._router.shards,

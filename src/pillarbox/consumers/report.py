@@ -142,7 +142,7 @@ class ConsumerReport:
 
     def _ages(self, new: Sequence[Incoming]) -> dict[float, int]:
         """How long ago the events occurred: a mean of some is enough."""
-        now = clock.current().now()
+        now = clock.now()
         some = new[:: len(new) // 16 + 1]
         mean = sum((now - context.occurred_at).total_seconds() for _, context in some) / len(some)
         return {max(0.0, mean): len(new)}

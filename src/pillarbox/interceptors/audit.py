@@ -40,7 +40,7 @@ class Audit(Interceptor):
 
 
 def _stamp(session: Session, _context: UOWTransaction, _instances: object) -> None:
-    now, user = clock.current().now(), current_context().user_id
+    now, user = clock.now(), current_context().user_id
     for entity in session.new:
         if isinstance(entity, Audited):
             entity.created_at = entity.updated_at = now

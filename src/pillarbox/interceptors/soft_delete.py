@@ -29,7 +29,7 @@ class SoftDelete(Interceptor):
 
     def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  it is the same in all sessions
         if isinstance(entity, SoftDeletable) and entity.deleted_at is None:
-            entity.deleted_at = clock.current().now()
+            entity.deleted_at = clock.now()
         return isinstance(entity, SoftDeletable)
 
     def restoring(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  it is the same in all sessions

@@ -158,7 +158,7 @@ class Writer:
 
     def write(self, connection: Connection, rows: Mapping[Key, RowState], tenant: str | None) -> None:
         """Write those that have changed. `ConcurrencyError` if somebody else was quicker."""
-        now = clock.current().now()
+        now = clock.now()
         planned: dict[_Plan, list[RowState]] = {}
         for row in _in_one_order([row for row in rows.values() if row.is_changed]):
             planned.setdefault(self._plan(row), []).append(row)

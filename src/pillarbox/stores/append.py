@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec.structs import astuple
 from sqlalchemy import Connection, Dialect, bindparam, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -78,8 +79,10 @@ class Appender:
             raise
 
     def _append_values(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
-        statement = self._insert(connection.dialect, len(deliveries))
-        statement.execute(connection, [value for row in deliveries for value in _values(row)])
+        values: list[Any] = []
+        for row in deliveries:
+            values += _values(row)
+        self._insert(connection.dialect, len(deliveries)).execute(connection, values)
 
     def _append_arrays(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
         """One text for any number of rows, so that the driver's statement cache holds one entry and not hundreds."""
@@ -147,19 +150,8 @@ def explain(error: DBAPIError) -> None:
 
 
 def _values(row: Delivery) -> tuple[Any, ...]:
-    headers = msgspec.json.encode(row.headers).decode()
-    return (
-        row.event_id,
-        row.event_type,
-        row.route,
-        row.shard,
-        row.schema_version,
-        row.topic,
-        row.key,
-        row.tenant,
-        headers,
-        row.body,
-    )
+    *values, headers, body = astuple(row)
+    return (*values, msgspec.json.encode(headers).decode(), body)
 
 
 def _values_insert(dialect: Dialect, count: int) -> FixedStatement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -42,8 +43,11 @@ class ByteExact(types.TypeDecorator[str]):
             return dialect.type_descriptor(VARBINARY(self.length))
         return dialect.type_descriptor(String(self.length))
 
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
-        return value.encode() if value is not None and dialect.name in ("mysql", "mariadb") else value
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any] | None:
+        return super().bind_processor(dialect) if dialect.name in ("mysql", "mariadb") else None
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002  the port has it
+        return None if value is None else value.encode()
 
     def process_result_value(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002  the port has it
         return value.decode() if isinstance(value, (bytes, bytearray)) else value

@@ -27,7 +27,7 @@ def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:
     if found := [f"{route}/{shard}" for route, shard in connection.execute(held)]:
         names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         raise StoreError(f"relays hold lanes ({names}), and know us by the old name: stop them first")
-    install = clock.current().new_id()
+    install = clock.new_id()
     connection.execute(update(meta).values(install_id=install))
     batches = connection.execute(
         select(func.count()).select_from(lanes).where(lanes.c.announced.is_not(None))

@@ -154,7 +154,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
     for statement in map(text, origin.WRITE):
         connection.execute(statement)
     before: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
-    install = clock.current().new_id() if new_install_id else before
+    install = clock.new_id() if new_install_id else before
     connection.execute(update(meta).values(install_id=install))
     details: dict[str, Any] = {**asdict(found), "install_id": str(install)}
     if new_install_id:

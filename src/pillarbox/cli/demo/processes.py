@@ -187,4 +187,4 @@ class Processes:
 
 
 def _now() -> float:
-    return clock.current().now().timestamp()
+    return clock.now().timestamp()

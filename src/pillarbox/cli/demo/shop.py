@@ -173,7 +173,7 @@ class Shop:
             async with self.box.unit_of_work(tenant=tenant) as uow:
                 order, event = await business(uow)
                 event_id = str(event.event_id)
-                self.asked[event_id] = clock.current().now().timestamp()
+                self.asked[event_id] = clock.now().timestamp()
         except (_ChangedItsMind, ConcurrencyError):
             self.rolled_back += 1
             self.asked.pop(event_id or "", None)
@@ -204,7 +204,7 @@ class Shop:
 
 
 async def _place(uow: UnitOfWork, tenant: str, total_cents: int) -> tuple[Order, IntegrationEvent]:
-    order = Order(id=clock.current().new_id(), total_cents=total_cents)
+    order = Order(id=clock.new_id(), total_cents=total_cents)
     uow.add(order)
     return await _raise(uow, tenant, order, OrderPlaced(total_cents=total_cents))
 

@@ -92,7 +92,7 @@ class Stage:
         self.shop = shop
         self.processes = processes
         self._lease = lease
-        self.started = clock.current().now().timestamp()
+        self.started = clock.now().timestamp()
         self._started = clock.current().monotonic()
         self._over = asyncio.Event()
         self._closed = False

@@ -304,7 +304,7 @@ def _install(op: Operations) -> None:
     columns = [sa.column(name, sa.Integer()) for name in integers]
     meta = sa.table("pillarbox_meta", sa.column("install_id", sa.Uuid()), *columns)
     # Printed SQL may be run on many databases: there each one must draw its own id.
-    drawn: UUID | sa.ColumnElement[UUID] = clock.current().new_id()
+    drawn: UUID | sa.ColumnElement[UUID] = clock.new_id()
     if op.get_context().as_sql:
         drawn = _INSTALL_ID[op.get_context().dialect.name]
     op.execute(meta.insert().values(id=1, install_id=drawn, schema_version=0, shards=SHARDS, shard_generation=1))
