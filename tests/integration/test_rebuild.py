@@ -23,6 +23,7 @@ from pillarbox.inbox import LetterFilter, LetterKind, LetterState, consumer_id
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, history, on
 from pillarbox.projections import rebuild as rebuilding
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
+from pillarbox.projections.shadow import alone
 from pillarbox.stores import archive
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.archive_file import Writer
@@ -1067,6 +1068,17 @@ async def test_a_rebuild_that_dies_is_mended_by_the_next_one(
     assert [number for number, size in left.items() if size] == [await generation(box, labels.name)]
 
 
+async def test_one_may_begin_as_soon_as_another_one_has_ended(box: Pillarbox) -> None:
+    engine = create_async_engine(box.engine.url, pool_size=20)
+    for _ in range(20):
+        for connection in [await engine.connect() for _ in range(20)]:  # to connect would give the server time
+            await connection.close()
+        for _ in range(20):
+            async with alone(engine, "tests"):
+                pass
+    await engine.dispose()
+
+
 async def test_one_that_is_told_to_stop_leaves_nothing(box: Pillarbox) -> None:
     labels = projected(box, Labels)
     await fill_jars(box, 4)
@@ -1080,6 +1092,7 @@ async def test_one_that_is_told_to_stop_leaves_nothing(box: Pillarbox) -> None:
             await asyncio.Event().wait()
 
         task = asyncio.create_task(labels.rebuild(progress=at(stage, wait)))
+        task.add_done_callback(lambda *_: reached.set())  # noqa: B023  it has failed
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

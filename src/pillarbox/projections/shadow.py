@@ -11,10 +11,11 @@ import re
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 from sqlalchemy import Connection, Dialect, MetaData, Table, inspect, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import ConfigurationError, StoreError
@@ -327,6 +328,9 @@ def _renamed(made: str, name: str) -> str:
 # -- one at a time -----------------------------------------------------------------------------------------------------
 
 
+_LOCK = "CONCAT(:key, ':', MD5(DATABASE()))"
+
+
 @asynccontextmanager
 async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
     """Rebuild this projection and nobody else. Whoever dies lets go of it."""
@@ -339,6 +343,7 @@ async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
                 raise taken from None
             yield
         return
+    key = {"key": f"pillarbox:{stable_hash(f'rebuild {name}'):x}"}
     async with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             # Of the transaction, not of the session: a pooler may lend the session to others.
@@ -348,11 +353,13 @@ async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
             # that is updated meanwhile.
             await connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
         else:
-            key = f"pillarbox:{stable_hash(f'rebuild {name}'):x}"
-            got = await connection.scalar(text("SELECT GET_LOCK(CONCAT(:key, ':', MD5(DATABASE())), 0)"), {"key": key})
+            got = await connection.scalar(text(f"SELECT GET_LOCK({_LOCK}, 0)"), key)
         if not got:
             raise taken
         try:
             yield
         finally:
+            if engine.dialect.name != "postgresql":
+                with suppress(DBAPIError):  # MySQL ends a session, and its lock, a while after the connection is closed
+                    await connection.execute(text(f"SELECT RELEASE_LOCK({_LOCK})"), key)
             await connection.invalidate()  # for MySQL, which would keep the lock with a connection in the pool
