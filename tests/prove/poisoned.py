@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -96,6 +96,14 @@ class Destination:
         self.first_at.setdefault(event_id, time.perf_counter())
 
 
+class Committed(NamedTuple):
+    """What a service has committed for one destination."""
+
+    entries: list[Entry]
+    healthy: dict[UUID, float]
+    poisoned: dict[str, UUID]
+
+
 class Service:
     """Commits events, each for all destinations, and knows what has to arrive there."""
 
@@ -133,6 +141,18 @@ class Service:
             else:
                 self.healthy[event.event_id] = now
         return [event.event_id for _, event in events]
+
+    def committed(self) -> Committed:
+        """What it has committed, if it has one destination."""
+        [ledger] = self.ledgers.values()
+        return Committed(ledger.committed, self.healthy, self.poisoned)
+
+    def know(self, committed: Committed) -> None:
+        """Count it in what has to arrive: another process has committed it."""
+        [ledger] = self.ledgers.values()
+        ledger.committed += committed.entries
+        self.healthy |= committed.healthy
+        self.poisoned |= committed.poisoned
 
     async def ask(self, question: Callable[..., _Found], *arguments: Any) -> _Found:
         """Ask the database, in a transaction of its own."""
