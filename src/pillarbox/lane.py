@@ -185,10 +185,10 @@ class LaneWorker:
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
             self._alarm.set(rest)
-        place, now = self._rejections.next_to_probe(self.lane.name), clock.current().monotonic()
-        if place is not None and place.next_probe > now:  # else it has nothing that may be sent now
-            self._alarm.set(place.next_probe - now)
-        return more or self._detours.next(self._held) is not None
+        more = more or self._detours.next(self._held) is not None
+        if (wait := self._rejections.until_probe(self.lane.name, more=more)) is not None:
+            self._alarm.set(wait)
+        return more
 
     async def _serve(self, detour: str | None, without: frozenset[str] = frozenset()) -> bool:
         """One batch of the lane, or of a detour. False if there is nothing more in it for now."""

@@ -4,7 +4,8 @@ A missing right or a wrong schema makes a broker reject every message, and each 
 fault; a million deliveries would be out of attempts in minutes. So a relay counts, over all its lanes, which keys a
 topic has rejected since it last accepted a message of the same tenant: twenty different keys, or three if the topic
 never accepted anything from this relay, or if all of them were rejected twice. Then the *place*, the tenant's messages
-to that topic, is blocked. Its attempts are given back, and one message at a time probes it until one is accepted.
+to that topic, is blocked. Its attempts are given back, and one message at a time probes it until one is accepted. The
+lanes that have messages for it take turns.
 
 One tenant's place says nothing about the others'. Only when several tenants are rejected and none is accepted is the
 whole topic blocked; then each tenant has a probe of its own.
@@ -41,6 +42,8 @@ _PROBES_A_STEP = 20
 """So many probes follow each other at one pace: where most keys are bad, it takes several to find a good one."""
 STANDSTILL_SECONDS = 30.0
 """A topic that accepts nothing, and rejects, for longer than this is unhealthy."""
+PATIENCE = 1.0
+"""How many seconds after a probe is due any lane may send it, since the one whose turn it is did not."""
 FORGOTTEN_SECONDS = 2 * PROBES.cap
 """A place that has met no message for so long has none."""
 CANDIDATES = 100
@@ -95,17 +98,32 @@ class Place:
     """The same for keys of messages that had been rejected before others were accepted."""
     attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
     """Per lane the rejected rows, with the attempts that they had before; once it is blocked, the rows put off."""
-    lanes: set[LaneName] = field(default_factory=set)
-    """The lanes that have met the place since it was blocked, or had a rejection there."""
+    lanes: dict[LaneName, None] = field(default_factory=dict)
+    """The lanes that have met the place since it was blocked, or had a rejection there. They probe it in this order."""
     blocked: bool = False
     reason: str = ""
     probes: int = 0
+    skipped: int = 0
+    """How many lanes had nothing to probe it with since the last probe."""
     next_probe: float = 0.0
     met_at: float = 0.0
     """When it last had a message."""
 
     def __str__(self) -> str:
         return str(self.topic) if self.tenant is None else f"{self.topic} of tenant {self.tenant}"
+
+    def is_turn_of(self, lane: LaneName) -> bool:
+        """Whether the lane is the first that may probe it."""
+        return next(iter(self.lanes), None) == lane
+
+    def due(self, lane: LaneName) -> float:
+        """When the lane may probe it. If all lanes looked for a message at once, one of them would send one."""
+        return self.next_probe if self.is_turn_of(lane) else self.next_probe + PATIENCE
+
+    def to_the_end(self, lane: LaneName) -> None:
+        """The other lanes go first."""
+        self.lanes.pop(lane, None)
+        self.lanes[lane] = None
 
 
 @dataclass(slots=True)
@@ -253,7 +271,7 @@ class Rejections:
             if is_first:
                 candidates.setdefault(place, []).append(row)
             is_behind = is_behind or row.id in only_once
-        probes = {_choose(place, found).id for place, found in candidates.items() if self._may_probe(place)}
+        probes = {_choose(place, found).id for place, found in candidates.items() if self._may_probe(place, lane.name)}
         free: list[Row] = []
         held: set[Key] = set()
         for row, place in zip(rows, places, strict=True):
@@ -298,12 +316,14 @@ class Rejections:
                 _remember(place, lane.name, row.id, row.attempts, MOST_PUT_OFF)
 
     def held(self, lane: Lane) -> frozenset[str]:
-        """Tenants of blocked places that are not due for a probe."""
+        """Tenants of blocked places that this lane may not probe now."""
         if lane.name not in self._blocked or (_has_many_topics(lane) and len(lane.waiting) < MOST_PUT_OFF):
             return frozenset()
         now = clock.current().monotonic()
         return frozenset(
-            place.tenant for place in self._blocked[lane.name] if place.tenant is not None and place.next_probe > now
+            place.tenant
+            for place in self._blocked[lane.name]
+            if place.tenant is not None and place.due(lane.name) > now
         )
 
     def tenants_blocked(self, lane: Lane, rows: Iterable[Row]) -> set[str]:
@@ -330,6 +350,19 @@ class Rejections:
         alive = [place for place in (*self._blocked.get(lane, ()),) if place.next_probe >= gone]
         return min(alive, key=attrgetter("next_probe"), default=None)
 
+    def until_probe(self, lane: LaneName, *, more: bool) -> float | None:
+        """Seconds until the lane may probe one of its blocked places. If it is its turn, but it has nothing ``more`` to
+        send, it is the turn of the next lane.
+        """
+        now = clock.current().monotonic()
+        places = self._blocked.get(lane, ())
+        if not more:
+            for place in places:
+                if place.next_probe <= now and place.is_turn_of(lane) and place.skipped < len(place.lanes):
+                    place.skipped += 1
+                    self._next_turn(place, lane)
+        return min((wait for place in places if (wait := place.due(lane) - now) > 0), default=None)
+
     def owed(self, lane: Lane) -> list[Failure]:
         """Give these rows the attempts back that were counted before it was clear whose fault it is, and let those go
         that were put off. `paid` says that it is done.
@@ -351,7 +384,7 @@ class Rejections:
         self._closed = {at: each for at, each in self._closed.items() if at[0] != lane}
         for topic in self._topics.values():
             for place in [*topic.places.values()]:
-                place.lanes.discard(lane)
+                place.lanes.pop(lane, None)
                 place.attempts.pop(lane, None)
                 if not place.lanes:
                     del topic.places[place.tenant]
@@ -434,7 +467,7 @@ class Rejections:
             _tidy(topic)
 
     def _meet(self, lane: LaneName, place: Place) -> None:
-        place.lanes.add(lane)
+        place.lanes.setdefault(lane)
         if place.blocked:
             self._blocked.setdefault(lane, set()).add(place)
 
@@ -448,18 +481,28 @@ class Rejections:
         self._meet(lane.name, place)
         return place
 
-    def _may_probe(self, place: Place) -> bool:
+    def _may_probe(self, place: Place, lane: LaneName) -> bool:
         """Whether it is time to try one row, and no other lane has taken the chance: then this one does."""
         if clock.current().monotonic() < place.next_probe:
             return False
         self._postpone(place)
+        if not place.is_turn_of(lane):  # it took the chance that the first lane missed
+            place.to_the_end(next(iter(place.lanes)))
+        self._next_turn(place, lane)
         return True
+
+    def _next_turn(self, place: Place, lane: LaneName) -> None:
+        """After this lane the next one may probe, and has to be told."""
+        place.to_the_end(lane)
+        if not place.is_turn_of(lane):
+            self._wake([next(iter(place.lanes))])
 
     def _postpone(self, place: Place) -> None:
         wait = PROBES.ceiling(1 + place.probes // _PROBES_A_STEP) * (0.5 + self._draw() / 2)
         if place.topic.blocked:  # its tenants take turns
             wait = min(PROBES.cap, wait * len(place.topic.places))
         place.probes += 1
+        place.skipped = 0
         place.next_probe = clock.current().monotonic() + wait
 
     def _forget(self, place: Place) -> None:

@@ -361,6 +361,13 @@ def _probes_only_what_failed_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rejections, "_choose", circling)
 
 
+@mutant("I9", "I11", seed=90, poison=Poison.BURSTS)
+def _a_lane_keeps_its_turn_to_probe(patch: pytest.MonkeyPatch) -> None:
+    """Whether it has anything to send or not."""
+    patch.setattr(rejections, "PATIENCE", 10**9)
+    patch.setattr(Rejections, "_next_turn", lambda *_: None)
+
+
 @mutant("I9", "I11", seed=2, poison=Poison.BUGS)
 def _a_bug_is_taken_for_an_outage(patch: pytest.MonkeyPatch) -> None:
     """That a batch without an answer is sent one message at a time would hide it."""

@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 
 from pillarbox import clock
-from pillarbox.outbox import Failure, Key, Lane, Page, RouteRecord, Row, Status
+from pillarbox.outbox import Failure, Key, Lane, LaneName, Page, RouteRecord, Row, Status
 from pillarbox.rejections import FEW_KEYS, FORGOTTEN_SECONDS, MANY_KEYS, MOST_KEYS, Rejections
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message
@@ -186,6 +186,55 @@ class TestJudgement:
         assert rejections.next_to_probe(lane().name) is None
         rejections.forget(lane().name)
         assert not rejections.standing()
+
+
+class TestTurns:
+    @in_virtual_time
+    async def test_h119_lanes_probe_a_place_in_turns(self) -> None:
+        rejections, woken = self.blocked()
+        for shard in (0, 1, 2, 0):
+            freeze(0.5)
+            assert self.may_probe(rejections) == [shard]
+            assert rejections.until_probe(lane(shard).name, more=True) is None
+            assert rejections.filter_blocked(lane(shard), [row(9, tenant="bad")])
+            assert woken.pop() == lane((shard + 1) % 3).name
+            assert rejections.until_probe(lane((shard + 1) % 3).name, more=False) is not None
+            assert self.may_probe(rejections) == []
+
+    @in_virtual_time
+    async def test_h119_a_lane_that_has_nothing_to_probe_with_lets_the_next_one_try_at_once(self) -> None:
+        rejections, woken = self.blocked()
+        freeze(0.5)
+        for shard in (0, 1, 2):
+            assert self.may_probe(rejections) == [shard]
+            woken.clear()
+            rejections.until_probe(lane(shard).name, more=False)
+            assert woken == [lane((shard + 1) % 3).name]
+        woken.clear()
+        rejections.until_probe(lane().name, more=False)
+        assert woken == [], "no lane has anything"
+
+    @in_virtual_time
+    async def test_h119_a_lane_that_misses_its_turn_holds_up_no_other(self) -> None:
+        rejections, _ = self.blocked()
+        wait = rejections.until_probe(lane(1).name, more=False)
+        assert wait is not None
+        freeze(wait)
+        assert self.may_probe(rejections) == [0, 1, 2]
+        assert rejections.filter_blocked(lane(1), [row(9, tenant="bad")])
+        freeze(0.5)
+        assert self.may_probe(rejections) == [2]
+
+    def blocked(self) -> tuple[Rejections, list[LaneName]]:
+        """Three lanes have met a place that rejects everything; and which lanes were woken."""
+        woken: list[LaneName] = []
+        rejections = Rejections(half, woken.extend)
+        for shard in range(3):
+            reject(rejections, [row(shard, tenant="bad")], lane(shard))
+        return rejections, woken
+
+    def may_probe(self, rejections: Rejections) -> list[int]:
+        return [shard for shard in range(3) if not rejections.held(lane(shard))]
 
 
 class TestLanes:
