@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import pty
+import subprocess
+import sys
 from uuid import uuid4
 
 import pytest
@@ -164,6 +166,47 @@ box = Pillarbox({migrated.url()!r}, transports={{"pulsar": broker, "other": Memo
     assert actions(planned)[0] == f"create tenant {tenants[0]}"
     assert planned["topics"] == [f"persistent://{tenants[0]}/{each}/events" for each in ("order", "item")]
     assert "deduplicates" not in json.dumps(planned)
+
+
+@pytest.mark.parametrize("by", ["database", "code"])
+def test_dead_letters_go_beside_the_topics_of_their_consumer(
+    migrated: Database, pillarbox: CommandLine, pulsar: Pulsar, tenants: tuple[str, str], by: str
+) -> None:
+    one, two = tenants
+    program = f"""
+import asyncio
+from pillarbox import Pillarbox
+from pillarbox.transports.pulsar import PulsarTransport
+
+broker = PulsarTransport({pulsar.url!r}, admin_url={pulsar.admin_url!r})
+box = Pillarbox({migrated.url()!r}, transports={{"broker": broker}})
+topics = ["persistent://{one}/orders/events", "{{tenant}}/stock/events"]
+consumer = box.consumer("billing", source="broker", topics=topics)
+
+async def register():
+    async with box:
+        await box.register()
+        await consumer.register()
+
+if __name__ == "__main__":
+    asyncio.run(register())
+"""
+    (pillarbox.folder / "shop.py").write_text(program)
+    pillarbox.environment["PILLARBOX_TRANSPORTS"] = json.dumps({"broker": f"{pulsar.url}?admin={pulsar.admin_url}"})
+    where = ["shop:box"] if by == "code" else []
+    if by == "database":
+        subprocess.run([sys.executable, pillarbox.folder / "shop.py"], check=True)
+    dead = f"persistent://{one}/orders/events.dlq"
+    assert named(pillarbox, "plan", *where) == [dead]
+    assert named(pillarbox, "apply", *where, "--yes") == [dead]
+    assert pillarbox("topics", "plan", *where).stdout == "1 topic: nothing to do\n"
+    tenanted = [dead, f"persistent://{one}/stock/events.dlq", f"persistent://{two}/stock/events.dlq"]
+    assert named(pillarbox, "plan", *where, "--tenants", f"{one},{two}") == tenanted
+
+
+def named(pillarbox: CommandLine, *arguments: str) -> list[str]:
+    topics: list[str] = pillarbox.json("topics", *arguments)["topics"]
+    return topics
 
 
 class TestMistakes:

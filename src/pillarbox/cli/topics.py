@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import click
 from sqlalchemy import Connection
 
+from ..consumers.dead_letters import SUFFIX, consumer_of
 from ..errors import ConfigurationError
 from ..outbox import RouteRecord
 from ..route import TOPIC_PART
 from ..settings import Settings
+from ..stores import inbox as stored
 from ..stores import overview
 from ..stores.schema import check_schema
 from ..transports.pulsar.address import parse_address
@@ -124,7 +126,7 @@ async def _survey(
     retention = _retention(retention_hours, retention_mb)
     values = {"tenant": tenants, "aggregate": aggregates}
     async with AsyncExitStack() as stack:
-        records = None
+        records = consumers = None
         if box is None:
             admins = _admins(settings, transport)
             engine = await stack.enter_async_context(opened(settings))
@@ -133,10 +135,12 @@ async def _survey(
             leading = {name: getattr(each, "admin", None) for name, each in loaded.transports.items()}
             found = {name: each for name, each in leading.items() if isinstance(each, PulsarAdmin)}
             admins, records = _chosen(found, transport, box), loaded.router.records
+            consumers = {each.name: each.topics for each in loaded.consumers.values()}
             engine = (await stack.enter_async_context(loaded)).engine
             await stack.enter_async_context(reached(engine, f"the URL of {box}"))
         async with engine.connect() as connection:
-            clusters = await connection.run_sync(partial(_clusters, admins=admins, records=records, values=values))
+            survey = partial(_clusters, admins=admins, records=records, consumers=consumers, values=values)
+            clusters = await connection.run_sync(survey)
     return [await _planned(each, Desired(tuple(each.topics), partitions, dedup, retention)) for each in clusters]
 
 
@@ -175,32 +179,59 @@ def _clusters(
     *,
     admins: Mapping[str, PulsarAdmin],
     records: Sequence[RouteRecord] | None,
+    consumers: Mapping[str, Sequence[str]] | None,
     values: Mapping[str, Sequence[str]],
 ) -> list[_Cluster]:
     check_schema(connection)
     routes = overview.routes_to(connection, [*admins]) if records is None else records
+    if consumers is None:
+        consumers = {each.name: each.topics for each in stored.consumers(connection)}
     clusters = []
     for name, admin in admins.items():
         topics, missing = dict[TopicName, None](), []
         leading = [route for route in routes if route.destination == name]
         for route in leading:
-            placeholders = set(_PLACEHOLDER.findall(route.topic))
-            unknown = sorted(each for each in placeholders if not values.get(each))
-            given = sorted(placeholders.difference(unknown))
-            say = " and ".join(f"--{each}s" for each in unknown)
-            if given and unknown:
-                # The outbox cannot fill it in: in "a-b-c" nobody sees where the tenant ends.
-                missing.append(f"route {route.name}: --{given[0]}s alone does not name its topics; say {say}, too")
-                continue
-            found = overview.topics_of(connection, route) if unknown else _filled(route.topic, values)
-            topics |= dict.fromkeys(map(TopicName.parse, found))
-            if not found:
-                missing.append(f"route {route.name}: the outbox has none of its deliveries yet; say {say}")
+            try:
+                topics |= dict.fromkeys(map(TopicName.parse, _topics_of(connection, route, consumers, values)))
+            except LookupError as error:
+                missing.append(f"route {route.name}: {error.args[0]}")
         if not leading:
             remedy = "a box makes them known with its first event, or by register(); or name it as MODULE:BOX"
             missing.append(f"no route leads to {name}: {remedy}")
         clusters.append(_Cluster(name, admin, list(topics), missing))
     return clusters
+
+
+def _topics_of(
+    connection: Connection,
+    route: RouteRecord,
+    consumers: Mapping[str, Sequence[str]],
+    values: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """The topics of a route. A `LookupError` says what we would have to know to name them."""
+    consumer = consumer_of(route.name)
+    if consumer is None:
+        found = _named(connection, route, route.topic, values)
+        if not found:
+            unknown = sorted(set(_PLACEHOLDER.findall(route.topic)))
+            say = " and ".join(f"--{each}s" for each in unknown)
+            raise LookupError(f"the outbox has none of its deliveries yet; say {say}")
+        return found
+    if consumer not in consumers:
+        raise LookupError("its consumer has never run, so its topics are not known; name the box as MODULE:BOX")
+    # A tenant without a dead letter needs no topic for them yet.
+    return [each for topic in consumers[consumer] for each in _named(connection, route, topic + SUFFIX, values)]
+
+
+def _named(connection: Connection, route: RouteRecord, template: str, values: Mapping[str, Sequence[str]]) -> list[str]:
+    placeholders = set(_PLACEHOLDER.findall(template))
+    unknown = sorted(each for each in placeholders if not values.get(each))
+    given = sorted(placeholders.difference(unknown))
+    if given and unknown:
+        # The outbox cannot fill it in: in "a-b-c" nobody sees where the tenant ends.
+        say = " and ".join(f"--{each}s" for each in unknown)
+        raise LookupError(f"--{given[0]}s alone does not name its topics; say {say}, too")
+    return overview.topics_of(connection, route) if unknown else _filled(template, values)
 
 
 def _filled(template: str, values: Mapping[str, Sequence[str]]) -> list[str]:

@@ -18,8 +18,16 @@ from .home import OUTBOX, Home
 logger = logging.getLogger("pillarbox")
 
 SUFFIX = ".dlq"
+_ROUTE = "dlq:"
 _NOBODYS_EVENT = "pillarbox.letter"
 """The pattern of the route: no event is called so, and none goes this way by itself."""
+
+
+def consumer_of(route: str) -> str | None:
+    """Whose dead letters go by the route of this name, each to a topic beside the one that its message came by; None if
+    it is a route for events.
+    """
+    return route.removeprefix(_ROUTE) if route.startswith(_ROUTE) else None
 
 
 class DeadLetterRoute:
@@ -35,7 +43,7 @@ class DeadLetterRoute:
         """None if there is no broker to send letters to."""
         if source == OUTBOX or not home.router.reaches(source):
             return None
-        route = Route(_NOBODYS_EVENT, to=source, topic=f"{consumer}{SUFFIX}", name=f"dlq:{consumer}", on_failure="skip")
+        route = Route(_NOBODYS_EVENT, to=source, topic=f"{consumer}{SUFFIX}", name=_ROUTE + consumer, on_failure="skip")
         home.router.add(route)
         return cls(route, home.router)
 
