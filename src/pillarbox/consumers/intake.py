@@ -84,9 +84,22 @@ class Flow:
 
 
 async def _leave(joining: asyncio.Future[Subscription]) -> None:
-    """It was cancelled, perhaps when it was through already."""
-    with suppress(Exception, asyncio.CancelledError):
-        await (await joining).close()
+    """It was cancelled, perhaps when it was through already. Wait until nothing of it is left: a loop that ends before
+    would leave the group a member that receives, and never acknowledges.
+    """
+
+    async def leave() -> None:
+        with suppress(Exception, asyncio.CancelledError):
+            await (await joining).close()
+
+    leaving = asyncio.ensure_future(leave())
+    _leaving.add(leaving)
+    leaving.add_done_callback(_leaving.discard)
+    await asyncio.wait([leaving], timeout=CLOSE_SECONDS)
+
+
+_leaving: set[asyncio.Task[None]] = set()
+"""References: the loop itself keeps none."""
 
 
 class SubscriptionIntake:
@@ -115,8 +128,6 @@ class SubscriptionIntake:
         self._desk = Desk()
         self._working: dict[asyncio.Task[None], Sequence[Work]] = {}
         self._subscription: Subscription | None = None
-        self._leaving: asyncio.Future[None] | None = None
-        """Of a group that we have joined though we did not want to any more."""
         self._stopping = False
         self._change = asyncio.Event()
         self._room = asyncio.Event()
@@ -173,7 +184,7 @@ class SubscriptionIntake:
             stopping.cancel()
             if not joined:
                 joining.cancel()
-                self._leaving = asyncio.ensure_future(_leave(joining))
+                await _leave(joining)
 
     async def _until_stopped(self) -> None:
         while not self._stopping:
