@@ -40,7 +40,7 @@ from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .retry import RetryPolicy
-from .route import Route, Router, check_key, check_routes, check_transports
+from .route import Route, Router, check_key, check_routes, check_transports, topic_pattern
 from .stores import SqlStore, sqlite, store_on, streaming_on
 from .stores.apart import Apart, transaction
 from .stores.drivers import engine_for, with_driver
@@ -50,7 +50,7 @@ from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
-from .transport import Capabilities, Message, Publisher, Subscriber, Transport
+from .transport import Capabilities, Message, Publisher, Subscriber, TakesTemplates, Transport
 from .unit_of_work import EventPublisher, SessionPublisher, UnitOfWork, Watchdog
 
 _Prepared = tuple[Dialect | None, tuple[RouteRecord, ...]]
@@ -424,6 +424,13 @@ class Pillarbox:
             raise ConfigurationError(f"consumer {name!r}: the outbox has no topics; its handlers say what it gets")
         if subscriber is not None and (isinstance(topics, str) or not topics):
             raise ConfigurationError(f"consumer {name!r} needs topics, a list of names, got {topics!r}")
+        if isinstance(subscriber, TakesTemplates):
+            subscriber.check_topics(topics)
+        elif templates := [topic for topic in topics if topic_pattern(topic) is not None]:
+            raise ConfigurationError(
+                f"consumer {name!r}: {type(subscriber).__name__} takes no templates, as it has no check_topics (see "
+                f"pillarbox.transport.TakesTemplates), so name the topics of {templates[0]!r} one by one"
+            )
         consumer = self.consumers[name] = Consumer(
             name,
             self,

@@ -31,6 +31,7 @@ PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*(?:\.\*\*)?|\*
 PLACEHOLDERS = frozenset({"tenant", "aggregate"})
 # What may be put into a topic's name: no dot and no slash, so that two tenants can never meet in one topic.
 TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_PLACEHOLDER = re.compile(r"\{(" + "|".join(sorted(PLACEHOLDERS)) + r")\}")
 MAX_KEY_BYTES = 512
 MAX_TENANT_BYTES = 200
 MAX_TOPIC = 400
@@ -196,24 +197,34 @@ def _surely_not_async(method: object) -> bool:
 
 
 def topic_pattern(topic: str) -> re.Pattern[str] | None:
-    """What the topics look like that a template, as routes have it, may come to; None if it is a plain name."""
+    """What the topics look like that a template, as routes have it, may come to, with a group for each placeholder;
+    None if it is a plain name.
+    """
     if "{" not in topic:
         return None
-    parts = re.split(r"\{(?:" + "|".join(PLACEHOLDERS) + r")\}", topic)
-    if any(set("{}") & set(part) for part in parts):
-        raise ConfigurationError(f"the topic {topic!r} may use {{tenant}} and {{aggregate}}, and no other braces")
-    return re.compile(TOPIC_PART.pattern.join(map(re.escape, parts)))
+    pattern, known = "", set[str]()
+    for index, part in enumerate(_PLACEHOLDER.split(topic)):
+        if index % 2:
+            pattern += f"(?P={part})" if part in known else f"(?P<{part}>{TOPIC_PART.pattern})"
+            known.add(part)
+        elif set("{}") & set(part):
+            raise ConfigurationError(f"the topic {topic!r} may use {{tenant}} and {{aggregate}}, and no other braces")
+        else:
+            pattern += re.escape(part)
+    return re.compile(pattern)
+
+
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """The template with these values for its placeholders; those without a value stay."""
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)
 
 
 def may_come_to(template: str, topic: str, tenant: str) -> bool:
     """Whether a template, as routes have it, or a plain name, may come to this topic for this tenant."""
-    head, _, last = template.rpartition("/")
-    if "{" not in head:  # it is the same for all, and brokers may call it otherwise than users do
-        template, topic = last, topic.rpartition("/")[2]
     if "{tenant}" in template:
         if not TOPIC_PART.fullmatch(tenant):
             return False
-        template = template.replace("{tenant}", tenant)
+        template = fill_template(template, {"tenant": tenant})
     pattern = topic_pattern(template)
     return topic == template if pattern is None else pattern.fullmatch(topic) is not None
 

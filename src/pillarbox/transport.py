@@ -8,6 +8,7 @@ failure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -175,23 +176,25 @@ class Received:
 
     message: Message
     attempt: int = 1
-    """How often it has been delivered here, as far as the broker counts."""
+    """How often it was delivered to the group, as far as the broker counts: a hint, and no more. Many count from 1
+    again after a while, or not at all.
+    """
     handle: Any = field(default=None, compare=False)
 
 
 class Subscription(Protocol):
-    """A stream of messages. What is not acknowledged comes again."""
+    """A stream of messages. A message that is not acknowledged is delivered again after `close`, or after `deadline`;
+    there is no way to refuse one: on most brokers the next message of its key would pass it.
+    """
 
-    async def receive(self, limit: int) -> Sequence[Received]:
-        """At least one message and at most ``limit``, in order per key. Waits; may be cancelled without loss."""
+    async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:
+        """At least one message and at most ``limit``, in order per key; none behind the one by which the bodies reach
+        ``max_bytes``. Waits; may be cancelled without loss.
+        """
         ...
 
     async def ack(self, received: Sequence[Received]) -> None:
         """These are dealt with. Twice is fine. An `OSError` says that the subscription is lost: they come again."""
-        ...
-
-    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:
-        """Deliver these again, after a delay. Later messages of their keys wait where the broker can do that."""
         ...
 
     async def extend(self, received: Sequence[Received]) -> None:
@@ -218,7 +221,22 @@ class Subscriber(Protocol):
     """A source that messages are received from."""
 
     async def subscribe(self, topics: Sequence[str], group: str) -> Subscription:
-        """Join a group: each message goes to one member of each group. A group keeps its place between lives."""
+        """Join a group: each message goes to one member of each group. A group keeps its place between lives. A
+        subscription that is cancelled while it is made leaves no member behind.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesTemplates(Protocol):
+    """A subscriber whose topics may be templates, as routes have them: ``orders-{tenant}`` stands for all topics that
+    look like it. The first messages of a topic that is made later are received within five seconds.
+    """
+
+    def check_topics(self, topics: Sequence[str]) -> None:
+        """Refuse topics that it cannot serve, when a consumer is declared: a `ConfigurationError` says what to do.
+        Nothing is opened.
+        """
         ...
 
 
@@ -238,6 +256,13 @@ class Respells(Protocol):
     def spellings(self, topic: str) -> Sequence[str]:
         """All names of this topic, or all templates that say the same as this one."""
         ...
+
+
+def spellings_of(topics: Sequence[str], subscriber: object) -> Sequence[str]:
+    """All names of these topics, as far as the subscriber knows others."""
+    if not isinstance(subscriber, Respells):
+        return topics
+    return [name for topic in topics for name in subscriber.spellings(topic)]
 
 
 def contradiction(messages: Sequence[Message], outcome: Any, *, numbered: bool = False) -> str | None:

@@ -141,13 +141,6 @@ class TestMemoryAsATestDouble:
         await broker.send("producer", messages("orders", "ab"))
         assert keys(await (await broker.subscribe(["orders"], "late")).receive(10)) == ["a", "b"]
 
-    async def test_h90_a_refused_message_holds_its_key_and_no_other(self, broker: MemoryTransport) -> None:
-        member = await broker.subscribe(["orders"], "billing")
-        other = await broker.subscribe(["orders"], "billing")
-        await broker.send("producer", messages("orders", "aab"))
-        await member.nack(await member.receive(1), delay=3600)
-        assert keys(await other.receive(10)) == ["b"]
-
     async def test_a_key_stays_with_the_member_that_holds_it(self, broker: MemoryTransport) -> None:
         member = await broker.subscribe(["orders"], "billing")
         other = await broker.subscribe(["orders"], "billing")
@@ -166,7 +159,7 @@ class TestMemoryAsATestDouble:
         received = await member.receive(1)
         waiting = asyncio.ensure_future(member.receive(1))
         broker.go_away()
-        for attempt in (member.ack(received), member.nack(received), broker.subscribe(["orders"], "billing")):
+        for attempt in (member.ack(received), broker.subscribe(["orders"], "billing")):
             with pytest.raises(ConnectionError):
                 await attempt
         assert not waiting.done()

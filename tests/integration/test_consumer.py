@@ -1304,6 +1304,29 @@ async def test_lines_of_a_lost_connection_are_forgotten(
     await running
 
 
+async def test_no_more_bytes_come_in_than_a_consumer_may_hold(box: Pillarbox, broker: MemoryTransport) -> None:
+    """But for the message by which they become more: a thousand large ones would not fit into its memory."""
+    largest, handled, begun, go = 100_000, set[int](), asyncio.Event(), asyncio.Event()
+    consumer = box.consumer("small", source="broker", topics=["large"], max_bytes=3 * largest, concurrency=2)
+
+    @consumer.on(Asked)
+    async def dawdle(event: Asked) -> None:
+        begun.set()
+        await go.wait()
+        assert sum(len(work.message.body) for work in consumer._intake.at_hand()) < 4 * largest
+        handled.add(event.number)
+
+    await ask(box, *[(f"k{number % 5}", number) for number in range(40)])
+    padded = [Message("large", sent.key, sent.body.ljust(largest), sent.headers) for sent in broker.sent(TOPIC)]
+    await broker.send("somebody", padded)
+    draining = asyncio.create_task(consumer.drain())
+    await asyncio.wait_for(begun.wait(), 10)
+    assert len(consumer._intake.at_hand()) == 3
+    go.set()
+    await draining
+    assert handled == {*range(40)}
+
+
 async def test_it_stops_while_it_waits_for_its_source(box: Pillarbox) -> None:
     asked = asyncio.Event()
 

@@ -15,7 +15,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import IntegrationEvent, Pillarbox, Poison, RetryPolicy, Route, UnitOfWork
 from pillarbox.consumers.consumer import Consumer
-from pillarbox.errors import ConfigurationError
 from pillarbox.transports.pulsar import PulsarSubscriber, PulsarTransport
 from pillarbox.transports.pulsar.admin import Policies
 from tests.servers import Database, Pulsar
@@ -135,10 +134,3 @@ async def test_h81_the_broker_says_how_long_it_delivers_again(pulsar: Pulsar) ->
         (await client.post(f"/admin/v2/namespaces/{namespace}/messageTTL", json=3_600)).raise_for_status()
     assert await transport.redelivery(topics) == 3_600.0
     await transport.close()
-
-
-async def test_a_template_names_topics_of_one_namespace(pulsar: Pulsar) -> None:
-    with pytest.raises(ConfigurationError, match="one namespace"):
-        await PulsarSubscriber(pulsar.url).subscribe(["persistent://{tenant}/orders/events"], "g")
-    with pytest.raises(ConfigurationError, match="one template"):
-        await PulsarSubscriber(pulsar.url).subscribe(["a-{tenant}", "b"], "g")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,12 +48,6 @@ class Ack(msgspec.Struct, tag=True):
     copies: list[int]
 
 
-class Nack(msgspec.Struct, tag=True):
-    """Let these come again."""
-
-    copies: list[int]
-
-
 class Delivered(msgspec.Struct):
     """A copy of a message."""
 
@@ -61,7 +56,7 @@ class Delivered(msgspec.Struct):
     message: Message
 
 
-_asked = msgspec.msgpack.Decoder(Hello | Ask | Ack | Nack)
+_asked = msgspec.msgpack.Decoder(Hello | Ask | Ack)
 _answered = msgspec.msgpack.Decoder(list[Delivered])
 _LENGTH = 4
 
@@ -196,11 +191,6 @@ class HostileBroker:
                         for copy in copies:
                             holds.discard(copy)
                             group.settle(copy)
-                    case Nack(copies) if group is not None:
-                        for copy in holds.intersection(copies):
-                            holds.discard(copy)
-                            group.take_back(copy)
-                        self._answer()
         except OSError:
             pass
         finally:
@@ -245,7 +235,7 @@ class HostileSubscription:
         self._writer = writer
         self._answer: asyncio.Future[bytes] | None = None
 
-    async def receive(self, limit: int) -> Sequence[Received]:
+    async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:  # noqa: ARG002  all are small
         if self._answer is None:
             _write(self._writer, Ask(limit))
             self._answer = asyncio.ensure_future(_read(self._reader))
@@ -255,10 +245,6 @@ class HostileSubscription:
 
     async def ack(self, received: Sequence[Received]) -> None:
         _write(self._writer, Ack([each.handle for each in received]))
-        await self._writer.drain()
-
-    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:  # noqa: ARG002  it is late anyway
-        _write(self._writer, Nack([each.handle for each in received]))
         await self._writer.drain()
 
     async def extend(self, received: Sequence[Received]) -> None:

@@ -7,9 +7,11 @@ What it keeps to is what every subscription promises: nothing that was not ackno
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from pillarbox.transport import Message, Received
@@ -155,12 +157,6 @@ class HostileBroker:
             self._let_go(member, numbers)
         reply(ConnectionError("the connection is lost") if member.is_lost else None)
 
-    def nack(self, member: SimulatedSubscription, numbers: Sequence[int], reply: Reply) -> None:
-        """These are not."""
-        if not member.is_lost:
-            self._take_back(member, [number for number in numbers if number in member.held])
-        reply(ConnectionError("the connection is lost") if member.is_lost else None)
-
     def extend(self, member: SimulatedSubscription, numbers: Sequence[int], reply: Reply) -> None:
         """These take longer."""
         until = self._chaos.loop.time() + (self.deadline or float("inf"))
@@ -205,21 +201,20 @@ class SimulatedSubscription:
         self.is_lost = True
         self._change.set()
 
-    async def receive(self, limit: int) -> Sequence[Received]:
+    async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:
         while not self._arrived and not self.is_lost:
             self._change.clear()
             await self._change.wait()
         if self.is_lost:
             raise ConnectionError("the connection is lost")
-        taken, self._arrived = self._arrived[:limit], self._arrived[limit:]
+        sizes = accumulate((len(each.message.body) for each in self._arrived), initial=0)
+        count = sum(size < max_bytes for size in islice(sizes, min(limit, len(self._arrived))))
+        taken, self._arrived = self._arrived[:count], self._arrived[count:]
         return taken
 
     async def ack(self, received: Sequence[Received]) -> None:
         self._watch(received)
         await self._tell("ack", self._broker.ack, received)
-
-    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:  # noqa: ARG002  it comes at once
-        await self._tell("nack", self._broker.nack, received)
 
     async def extend(self, received: Sequence[Received]) -> None:
         await self._tell("extend", self._broker.extend, received)

@@ -34,6 +34,7 @@ class TestTopicName:
             ("events", ["persistent://public/default/events", "public/default/events", "events"]),
             ("x-{tenant}", ["persistent://public/default/x-{tenant}", "public/default/x-{tenant}", "x-{tenant}"]),
             ("persistent://a/b/{tenant}", ["persistent://a/b/{tenant}", "a/b/{tenant}"]),
+            ("{tenant}/x-{aggregate}/y", ["persistent://{tenant}/x-{aggregate}/y", "{tenant}/x-{aggregate}/y"]),
         ],
     )
     def test_may_be_written_in_several_ways(self, text: str, same: list[str]) -> None:

@@ -31,7 +31,7 @@ from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
 from ..telemetry import Sample
-from ..transport import Redelivers, Subscriber
+from ..transport import Redelivers, Subscriber, spellings_of
 from .dead_letters import DeadLetterRoute
 from .desk import Work
 from .failure import Failure, classify
@@ -102,7 +102,7 @@ class Consumer:
         self._letters = letters
         self.terms = terms
         self._report = ConsumerReport(name, home.signals)
-        self._reader = Reader(name, effects, home.codecs, terms.ignores, topics)
+        self._reader = Reader(name, effects, home.codecs, terms.ignores, spellings_of(topics, subscriber))
         self._processor = Processor(
             name,
             home,

@@ -224,11 +224,12 @@ class SubscriptionIntake:
         try:
             while True:
                 self._room.clear()
-                room = self._flow.max_messages - self._desk.count
-                if room <= 0 or self._desk.bytes >= self._flow.max_bytes:
+                messages = self._flow.max_messages - self._desk.count
+                size = self._flow.max_bytes - self._desk.bytes
+                if messages <= 0 or size <= 0:
                     await self._room.wait()
                     continue
-                self._desk.put(await subscription.receive(room))
+                self._desk.put(await subscription.receive(messages, size))
                 self._heard_at = clock.current().monotonic()
                 self._change.set()
         finally:

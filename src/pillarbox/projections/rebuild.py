@@ -47,7 +47,7 @@ from ..stores.columns import from_now
 from ..stores.pool import with_own_pool
 from ..stores.tables import inbox as inbox_table
 from ..stores.tables import letters as letters_table
-from ..transport import Message, Respells, Subscriber, Subscription
+from ..transport import Message, Subscriber, Subscription, spellings_of
 from . import history
 from .editions import replaced
 from .projection import Projection
@@ -61,6 +61,8 @@ MAX_ROUNDS = 20
 """If ever more events come meanwhile, it is held all the same."""
 QUIET = 3.0
 """Seconds after which a broker that brings nothing has nothing more."""
+PAGE_BYTES = 16_777_216
+"""What the bodies of the messages may take that are received at a time."""
 CLEARED_AT_ONCE = 5_000
 LEFT_OUT = -1
 """What stands in the inbox in place of the schema version of events that count as dealt with, and were not applied."""
@@ -166,6 +168,8 @@ class Rebuild:
         self._live = projection
         self._source = source
         self._topics = topics
+        self._spellings = spellings_of(topics, subscriber)
+        """A route may call a topic by another name than the consumer, and the broker take both for the same."""
         self._ignores = ignores
         self._subscriber = subscriber
         self._inbox = inbox
@@ -220,7 +224,7 @@ class Rebuild:
         self._shadow = shadow_of(self._live.table, self._new, self._engine.dialect)
         self._projection = self._live.into(self._shadow.table)
         # By another name, so that what it holds is not mistaken for what the live one holds.
-        self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores, self._topics)
+        self._reader = Reader(self._alias, self._live, self._home.codecs, self._ignores, self._spellings)
         self._projection.read = self._reader.read_held
         await self._ask(self._shadow.check)
         await self._in_transaction(shadow_of(self._live.table, self._old, self._engine.dialect).drop)
@@ -293,7 +297,7 @@ class Rebuild:
             stack.push_async_callback(subscription.close)
             return _Broker(subscription)
         names = [kind.name for kind in self._live.kinds]
-        feed = await self._ask(history.feed_of, self._name, self._source, self._all_spellings(), names)
+        feed = await self._ask(history.feed_of, self._name, self._source, self._spellings, names)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
         files: Sequence[Path] = () if isinstance(source, str) else source
@@ -301,12 +305,6 @@ class Rebuild:
             self._total = await self._ask(history.count, feed)
         live, new = (consumer_id(self._name, generation) for generation in (self._old, self._new))
         return _Outbox(self._engine, feed, live, new, files)
-
-    def _all_spellings(self) -> Sequence[str]:
-        """A route may call a topic by another name than the consumer, and the broker take both for the same."""
-        if not isinstance(self._subscriber, Respells):
-            return self._topics
-        return [name for topic in self._topics for name in self._subscriber.spellings(topic)]
 
     async def _go_through(self, past: _Past, *, incomplete: bool) -> None:
         began = await self._ask(lambda it: it.scalar(select(from_now())))
@@ -619,7 +617,7 @@ class _Broker:
             received = None
             with suppress(TimeoutError):
                 async with asyncio.timeout(QUIET):
-                    received = await self._subscription.receive(history.PAGE)
+                    received = await self._subscription.receive(history.PAGE, PAGE_BYTES)
             if received is None:
                 return
             yield [it.message for it in received]

@@ -7,11 +7,12 @@ until they are acknowledged. It lives on one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from typing import TypeVar
 
 from ..route import topic_pattern
@@ -151,6 +152,10 @@ class MemoryTransport:
 
     # -- subscriber ----------------------------------------------------------------------------------------------------
 
+    def check_topics(self, topics: Sequence[str]) -> None:
+        for topic in topics:
+            topic_pattern(topic)
+
     async def subscribe(self, topics: Sequence[str], group: str) -> MemorySubscription:
         """Join a group. A new one begins with the first message of each topic. A topic may be a template, such as
         ``orders.{tenant}``: then all that look like it are meant, those that come later too.
@@ -220,8 +225,8 @@ class MemorySubscription:
     def _topics(self) -> list[_Open]:
         return self._broker._open_in(self._names, self._group)
 
-    async def receive(self, limit: int) -> Sequence[Received]:
-        return await self._broker._until(lambda: self._take(limit))
+    async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:
+        return await self._broker._until(lambda: self._take(limit, max_bytes))
 
     async def ack(self, received: Sequence[Received]) -> None:
         self._check()
@@ -229,12 +234,6 @@ class MemorySubscription:
             for each in received:
                 copies.pop(each.handle, None)
         self._broker._wake()
-
-    async def nack(self, received: Sequence[Received], *, delay: float = 0.0) -> None:
-        self._check()
-        for copy in [each.handle for each in received if each.handle.holder is self]:
-            copy.holder, copy.resting = None, True
-            asyncio.get_running_loop().call_later(delay, self._offer, copy)
 
     async def extend(self, received: Sequence[Received]) -> None:
         self._check()
@@ -252,13 +251,17 @@ class MemorySubscription:
         _take_back(self._topics, self)
         self._broker._wake()
 
-    def _take(self, limit: int) -> list[Received]:
+    def _take(self, limit: int, max_bytes: float) -> list[Received]:
         if self._broker._away and not self._closed:
             return []
         self._check()
         taken: list[Received] = []
-        for copies in self._topics:
-            taken += [copy.give(self) for copy in islice(_free(copies, self), limit - len(taken))]
+        size = 0
+        for copy in chain.from_iterable(_free(copies, self) for copies in self._topics):
+            if len(taken) >= limit or size >= max_bytes:
+                break
+            taken.append(copy.give(self))
+            size += len(copy.message.body)
         self._set_deadlines([each.handle for each in taken])
         return self._broker._in_some_order(taken)
 
@@ -278,10 +281,6 @@ class MemorySubscription:
         if self._closed:
             raise ConnectionError("the subscription is closed")
 
-    def _offer(self, copy: _Copy) -> None:
-        copy.resting = False
-        self._broker._wake()
-
 
 @dataclass(slots=True, eq=False)
 class _Copy:
@@ -290,7 +289,6 @@ class _Copy:
     message: Message
     attempts: int = 0
     holder: MemorySubscription | None = None
-    resting: bool = False
     extensions: int = 0
 
     def give(self, holder: MemorySubscription) -> Received:
@@ -304,10 +302,10 @@ _Open = dict[_Copy, None]
 
 
 def _free(copies: _Open, member: MemorySubscription) -> Iterator[_Copy]:
-    """What this member may have: nothing behind a message of the same key that rests or that another member holds."""
+    """What this member may have: nothing behind a message of the same key that another member holds."""
     stopped: set[str] = set()
     for copy in copies:
-        if copy.resting or copy.holder not in (None, member):
+        if copy.holder not in (None, member):
             stopped.add(copy.message.key)
         elif copy.holder is None and copy.message.key not in stopped:
             yield copy

@@ -86,6 +86,15 @@ class PulsarAdmin:
         body = {"allowedClusters": await self._get("clusters") or [], "adminRoles": []}
         return await self._create(f"tenants/{quote(tenant, safe='')}", body)
 
+    async def tenants(self) -> list[str]:
+        """All that there are. Brokers tell superusers only."""
+        return await self._get("tenants") or []
+
+    async def namespaces(self, tenant: str) -> list[str]:
+        """Those of a tenant, without its name; none if it is not there."""
+        found = await self._get(f"namespaces/{quote(tenant, safe='')}") or []
+        return [each.partition("/")[2] for each in found]
+
     async def policies(self, namespace: str) -> Policies | None:
         """What is set for ``tenant/namespace``; None if it is not there."""
         found = await self._get(f"namespaces/{quote(namespace)}")
@@ -112,9 +121,12 @@ class PulsarAdmin:
         """For all topics of ``tenant/namespace`` that say nothing else themselves."""
         await self._tell("POST", f"namespaces/{quote(namespace)}/retention", _retention(retention))
 
-    async def message_ttl(self, namespace: str) -> float:
-        """Seconds after which a message of ``tenant/namespace`` counts as acknowledged; infinite if never."""
-        return float(await self._get(f"namespaces/{quote(namespace)}/messageTTL") or math.inf)
+    async def message_ttl(self, namespace: str) -> float | None:
+        """Seconds after which a message of ``tenant/namespace`` counts as acknowledged, infinite if never; None if the
+        namespace is not there.
+        """
+        found = await self._get(f"namespaces/{quote(namespace)}")
+        return None if found is None else float(found.get("message_ttl_in_seconds") or math.inf)
 
     # -- topics --------------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,23 @@ class Client:
             raise ProtocolError(f"{topic} has {answer.partitions:,} partitions, and {MAX_PARTITIONS:,} are allowed")
         return answer.partitions
 
+    async def topics_of(self, namespace: str, pattern: str, known: str | None) -> wire.TopicsOfNamespaceResponse:
+        """The persistent topics of a namespace, partitions each by itself; none if it is not there. ``known`` is the
+        hash of an earlier answer: if nothing has changed since, the answer says that, and names none. Brokers may
+        leave the ``pattern`` aside.
+        """
+        connection = await self._any()
+        answer: wire.TopicsOfNamespaceResponse = await connection.ask(
+            _Type.TOPICS_OF_NAMESPACE,
+            lambda number: wire.Command(
+                topics_of_namespace=wire.TopicsOfNamespace(
+                    request_id=number, namespace=namespace, topics_pattern=pattern, topics_hash=known
+                )
+            ),
+            patience=self._timeout,
+        )
+        return answer
+
     async def broker_of(self, topic: TopicName) -> Connection:
         """A connection to the broker that serves the topic; asking makes one serve it, if none did."""
         connection = await self._any()

@@ -36,6 +36,7 @@ _ANSWERS: dict[int, str] = {
     _Type.PRODUCER_SUCCESS: "producer_success",
     _Type.LOOKUP_RESPONSE: "lookup_response",
     _Type.PARTITIONED_METADATA_RESPONSE: "partitioned_metadata_response",
+    _Type.TOPICS_OF_NAMESPACE_RESPONSE: "topics_of_namespace_response",
     _Type.SUCCESS: "success",
 }
 

@@ -18,8 +18,10 @@ from google.protobuf.message import DecodeError
 from ...transport import Message
 from . import wire_pb2 as wire
 
-LARGEST_COMMAND = 1_048_576
-"""A peer that announces more than this in one frame is no Pulsar broker: no command to a producer comes near it."""
+LARGEST_COMMAND = 16 * 1_048_576
+"""A peer that announces more than this in one frame is no Pulsar broker: the largest command, a list of the topics of a
+namespace, has room for a hundred thousand of them.
+"""
 
 _SIZE, _SIZES, _CHECKED = Struct(">I"), Struct(">II"), Struct(">HI")
 _MAGIC = 0x0E01

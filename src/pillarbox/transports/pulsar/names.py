@@ -14,11 +14,13 @@ from typing import Self
 from urllib.parse import quote
 
 from ...errors import ConfigurationError
+from ...route import PLACEHOLDERS, fill_template
 
 # The broker checks tenants and namespaces by this, and topics by nothing: it would take `..`, blanks and slashes.
 _PART = re.compile(r"[-=:.\w]+", re.ASCII)
 _PARTITION = re.compile(r"-partition-(\d+)\Z", re.ASCII)
 _SCHEME = "persistent://"
+_ANY = dict.fromkeys(PLACEHOLDERS, "any")
 DEFAULT_NAMESPACE = f"{_SCHEME}public/default/"
 """It may be left out."""
 
@@ -35,10 +37,11 @@ class TopicName:
     topic: str
 
     @classmethod
-    def parse(cls, text: str, *, partition: bool = False) -> Self:
+    def parse(cls, text: str, *, partition: bool = False, template: bool = False) -> Self:
         """From ``persistent://tenant/namespace/topic``, ``tenant/namespace/topic`` or ``topic`` (in public/default).
 
         A name that ends in ``-partition-3`` is one that brokers give: it is refused unless ``partition`` allows it.
+        In a ``template`` any part may have placeholders.
         """
         scheme, found, rest = text.rpartition("://")
         if found and scheme == "non-persistent":
@@ -51,7 +54,8 @@ class TopicName:
         if (found and scheme != "persistent") or len(parts) != 3:
             raise ConfigurationError(f"topic {text!r}: write {_SCHEME}tenant/namespace/topic")
         for kind, part in zip(("tenant", "namespace", "topic"), parts, strict=True):
-            if not _PART.fullmatch(part) or not part.strip("."):
+            checked = fill_template(part, _ANY) if template else part
+            if not _PART.fullmatch(checked) or not checked.strip("."):
                 raise ConfigurationError(
                     f"topic {text!r}: {part!r} is no name for a {kind}; use letters, digits and any of _ - = : ."
                 )
@@ -85,19 +89,12 @@ class TopicName:
         return type(self)(self.tenant, self.namespace, f"{self.topic}-partition-{number}")
 
 
-def namespace_of(topic: str) -> str:
-    """What the whole name of a topic begins with, also if the last part of it is a template."""
-    head, slash, _ = topic.rpartition("/")
-    return str(TopicName.parse(f"{head}{slash}any")).removesuffix("any")
-
-
 def spellings(topic: str) -> list[str]:
     """All that may be written for this topic, or this template of topics."""
-    namespace, last = namespace_of(topic), topic.rpartition("/")[2]
-    beginnings = [namespace, namespace.removeprefix(_SCHEME)]
-    if namespace == DEFAULT_NAMESPACE:
-        beginnings.append("")
-    return [beginning + last for beginning in beginnings]
+    name = TopicName.parse(topic, template=True)
+    whole = str(name)
+    short = [name.topic] if whole.startswith(DEFAULT_NAMESPACE) else []
+    return [whole, whole.removeprefix(_SCHEME), *short]
 
 
 def partition_of(key: str, partitions: int) -> int:

@@ -1,11 +1,8 @@
-"""What a member of a group has received and not acknowledged: what may be offered, and what waits for its key.
-
-Pulsar cannot hold a key back: a nack lets the next message of the key pass. So a refused message rests here, and
-whatever is behind it in its lane waits, unacknowledged, until it has been offered again.
-"""
+"""What a member of a group has received and not acknowledged, and how much more may come in."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -22,30 +19,22 @@ class Copy:
     order: int
     place: Hashable
     """Where the broker stores it: the same message that comes again has the same."""
-    lane: Hashable
-    """Whatever has the same keeps its order."""
+    consumer: Any
     id: Any
-    """What the client acknowledges it by."""
-    physical: str
-    """The topic or partition that it came from."""
-    attempts: int
-    offers: int = 0
-    """Of the attempts, those that were made here."""
+    """What that consumer acknowledges it by."""
+    attempt: int
+    offered: bool = False
+    """It was taken before."""
     out: bool = False
-    resting: bool = False
 
 
 class Shelf:
-    """Lives on the loop. Nothing is searched for: a message that was acknowledged, or has come to be behind one that
-    rests, is found out when its turn comes.
-    """
+    """Lives on the loop. Nothing is searched for: a message that was acknowledged is found out when its turn comes."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, Copy] = {}
         self._free: list[tuple[int, Copy]] = []
-        """A heap of what may be offered, unless its lane is held."""
-        self._held: dict[Hashable, list[tuple[int, Copy]]] = {}
-        """For each lane with a message that rests, a heap of that and of what was found to be behind it."""
+        """A heap of what may be offered."""
 
     def __len__(self) -> int:
         """How many are not acknowledged."""
@@ -60,46 +49,66 @@ class Shelf:
         """
         known = self._open.setdefault(copy.place, copy)
         if known is not copy:  # the client counts acknowledgements of an entry by the ids that came last
-            known.id, known.attempts = copy.id, max(known.attempts, copy.attempts)
+            known.consumer, known.id = copy.consumer, copy.id
+            known.attempt = max(known.attempt + known.out, copy.attempt)
         if known is copy or known.out:
             known.out = False
             heappush(self._free, (known.order, known))
         return known is copy
 
-    def take(self, limit: int) -> list[Copy]:
-        """Up to so many, in order; they are out then."""
+    def take(self, limit: int, max_bytes: float) -> list[Copy]:
+        """Up to so many, in order, and none behind the one that reaches ``max_bytes``; they are out then."""
         taken: list[Copy] = []
-        while self._free and len(taken) < limit:
-            order, copy = heappop(self._free)
-            if copy not in self:
-                continue
-            held = self._held.get(copy.lane)
-            if held and held[0][0] < order:
-                heappush(held, (order, copy))
-                continue
-            copy.out = True
-            copy.offers += 1
-            copy.attempts += 1
-            taken.append(copy)
+        size = 0
+        while self._free and len(taken) < limit and size < max_bytes:
+            _, copy = heappop(self._free)
+            if copy in self:
+                copy.out = True
+                taken.append(copy)
+                size += len(copy.message.body)
         return taken
 
     def drop(self, copy: Copy) -> None:
         """It is acknowledged."""
         del self._open[copy.place]
 
-    def hold(self, copy: Copy) -> bool:
-        """Let it rest, and its lane wait, until `release`. False if it is not out."""
-        if not copy.out or copy not in self:
-            return False
-        copy.out, copy.resting = False, True
-        heappush(self._held.setdefault(copy.lane, []), (copy.order, copy))
-        return True
 
-    def release(self, copy: Copy) -> None:
-        """It has rested, or is acknowledged: it may go, and what is behind it up to the next one that rests."""
-        copy.resting = False
-        held = self._held[copy.lane]
-        while held and not held[0][1].resting:
-            heappush(self._free, heappop(held))
-        if not held:
-            del self._held[copy.lane]
+class Room:
+    """How much may come in before some of it is offered: the client's thread waits here, and the loop makes room.
+
+    Each of the two counts for itself, so that neither needs a lock for each message.
+    """
+
+    def __init__(self, messages: int, size: int) -> None:
+        self._change = threading.Condition()
+        self._messages = messages
+        self._size = size
+        self._used_messages = self._used_size = 0
+        self._closed = False
+
+    @property
+    def _is_full(self) -> bool:
+        return self._used_messages >= self._messages or self._used_size >= self._size
+
+    def use(self, size: int) -> bool:
+        """Wait for room, and use some of it; False once it is closed. A message may be larger than what is left."""
+        if self._is_full:
+            with self._change:
+                while self._is_full and not self._closed:
+                    self._change.wait()
+        self._used_messages += 1
+        self._used_size += size
+        return not self._closed
+
+    def free(self, messages: int, size: int) -> None:
+        """Give back what so many messages have used."""
+        with self._change:
+            self._messages += messages
+            self._size += size
+            self._change.notify()
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._change:
+            self._closed = True
+            self._change.notify()

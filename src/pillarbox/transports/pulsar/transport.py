@@ -8,12 +8,11 @@ breaks it.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from ...errors import ConfigurationError
 from ...transport import Capabilities, Message, Outcome, Rejection, TopicsRefusedError, Verdict
@@ -27,9 +26,8 @@ from .entries import Compression, Cut, Cutter
 from .frames import Entry
 from .names import TopicName, partition_of, spellings
 from .producer import Answers, Producer
-
-if TYPE_CHECKING:
-    from .subscriber import PulsarSubscription
+from .subscriber import KINDS, PulsarSubscriber, PulsarSubscription
+from .templates import check_topics, namespaces_of
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
 
@@ -79,6 +77,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "timeout": float,
     "keep_alive": float,
     "listener_name": str,
+    "subscription": str,
 }
 """What an address may say, beside where the cluster is and who we are."""
 
@@ -119,6 +118,7 @@ class PulsarTransport:
     refused. ``entries`` cut ``by_key`` are right for every subscription; ``mixed`` ones are faster, and wrong for
     key_shared. Payloads from ``compress_from`` bytes on are compressed, if ``compression`` says so. ``listener_name``
     is which of its ``advertisedListeners`` a broker is to send us to, where it has several, as behind a port forward.
+    Consumers join by a ``subscription`` of this kind, see `PulsarSubscriber`.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class PulsarTransport:
         timeout: float = TIMEOUT,
         keep_alive: float = 5.0,
         listener_name: str | None = None,
+        subscription: Literal["key_shared", "failover"] = "key_shared",
     ) -> None:
         address = parse_address(url)
         if address.options:
@@ -151,6 +152,8 @@ class PulsarTransport:
                 "timeout and keep_alive must be above 0, compress_from not below, and max_message_bytes at least "
                 f"{SMALLEST_MESSAGE_LIMIT:,}"
             )
+        if subscription not in KINDS:
+            raise ConfigurationError(f"subscription is one of {', '.join(KINDS)}, not {subscription!r}")
         numbered = self._guarantee is Guarantee.EXACTLY_ONCE
         if numbered and admin_url is None:
             raise ConfigurationError(
@@ -171,7 +174,9 @@ class PulsarTransport:
             address.service_url, credentials, tls, timeout=timeout, keep_alive=keep_alive, listener_name=listener_name
         )
         self.admin = PulsarAdmin(admin_url, credentials, tls) if admin_url is not None else None
-        self._reading = (url, credentials, tls)
+        self._reading: dict[str, Any] = {
+            "url": url, "kind": subscription, "admin_url": admin_url, "credentials": credentials, "tls": tls,
+        }  # fmt: skip
         self._timeout = timeout
         self._producers: dict[str, dict[str, Producer]] = {}
         """By name, then by physical topic."""
@@ -395,19 +400,22 @@ class PulsarTransport:
         answered = await asyncio.gather(*(self._publish(held[place], some, where) for place, some, where in parts))
         return _outcome(answered)
 
-    async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
-        """Receive from the same cluster, as a key_shared member of a group. `PulsarSubscriber` can do more."""
-        from .subscriber import PulsarSubscriber  # noqa: PLC0415  the official client is for those who receive
+    def check_topics(self, topics: Sequence[str]) -> None:
+        """Refuse names that are none, and templates that we cannot look for."""
+        check_topics(topics, admin=self.admin is not None)
 
-        url, credentials, tls = self._reading
-        return await PulsarSubscriber(url, credentials=credentials, tls=tls).subscribe(topics, group)
+    async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
+        """Receive from the same cluster. `PulsarSubscriber` can do more."""
+        return await PulsarSubscriber(**self._reading).subscribe(topics, group)
 
     async def redelivery(self, topics: Sequence[str]) -> float | None:
         """How long a broker keeps what was not acknowledged: its time to live, or for ever."""
         if self.admin is None:
             return None
-        namespaces = {TopicName.parse(re.sub(r"\{\w+\}", "any", topic)).namespace_name for topic in topics}
-        return max([await self.admin.message_ttl(namespace) for namespace in namespaces])
+        found = [await namespaces_of(TopicName.parse(topic, template=True), self.admin) for topic in topics]
+        namespaces = {place.namespace_name for places in found for place, _ in places}
+        limits = await asyncio.gather(*map(self.admin.message_ttl, namespaces))
+        return max([limit for limit in limits if limit is not None], default=None)
 
     def spellings(self, topic: str) -> Sequence[str]:
         """All names of this topic, or of the topics of this template."""

@@ -231,6 +231,30 @@ class LookupResponse(_message.Message):
     proxy_through_service_url: bool
     def __init__(self, broker_service_url: _Optional[str] = ..., broker_service_url_tls: _Optional[str] = ..., response: _Optional[_Union[LookupResponse.Answer, str]] = ..., request_id: _Optional[int] = ..., authoritative: bool = ..., error: _Optional[_Union[ServerError, str]] = ..., message: _Optional[str] = ..., proxy_through_service_url: bool = ...) -> None: ...
 
+class TopicsOfNamespace(_message.Message):
+    __slots__ = ("request_id", "namespace", "topics_pattern", "topics_hash")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_HASH_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    namespace: str
+    topics_pattern: str
+    topics_hash: str
+    def __init__(self, request_id: _Optional[int] = ..., namespace: _Optional[str] = ..., topics_pattern: _Optional[str] = ..., topics_hash: _Optional[str] = ...) -> None: ...
+
+class TopicsOfNamespaceResponse(_message.Message):
+    __slots__ = ("request_id", "topics", "topics_hash", "changed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_HASH_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    topics: _containers.RepeatedScalarFieldContainer[str]
+    topics_hash: str
+    changed: bool
+    def __init__(self, request_id: _Optional[int] = ..., topics: _Optional[_Iterable[str]] = ..., topics_hash: _Optional[str] = ..., changed: bool = ...) -> None: ...
+
 class Producer(_message.Message):
     __slots__ = ("topic", "producer_id", "request_id", "producer_name", "user_provided_producer_name")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
@@ -326,7 +350,7 @@ class Pong(_message.Message):
     def __init__(self) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("type", "connect", "connected", "producer", "send", "send_receipt", "send_error", "success", "error", "close_producer", "producer_success", "ping", "pong", "partitioned_metadata", "partitioned_metadata_response", "lookup", "lookup_response", "auth_challenge", "auth_response")
+    __slots__ = ("type", "connect", "connected", "producer", "send", "send_receipt", "send_error", "success", "error", "close_producer", "producer_success", "ping", "pong", "partitioned_metadata", "partitioned_metadata_response", "lookup", "lookup_response", "topics_of_namespace", "topics_of_namespace_response", "auth_challenge", "auth_response")
     class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONNECT: _ClassVar[Command.Type]
@@ -345,6 +369,8 @@ class Command(_message.Message):
         PARTITIONED_METADATA_RESPONSE: _ClassVar[Command.Type]
         LOOKUP: _ClassVar[Command.Type]
         LOOKUP_RESPONSE: _ClassVar[Command.Type]
+        TOPICS_OF_NAMESPACE: _ClassVar[Command.Type]
+        TOPICS_OF_NAMESPACE_RESPONSE: _ClassVar[Command.Type]
         AUTH_CHALLENGE: _ClassVar[Command.Type]
         AUTH_RESPONSE: _ClassVar[Command.Type]
     CONNECT: Command.Type
@@ -363,6 +389,8 @@ class Command(_message.Message):
     PARTITIONED_METADATA_RESPONSE: Command.Type
     LOOKUP: Command.Type
     LOOKUP_RESPONSE: Command.Type
+    TOPICS_OF_NAMESPACE: Command.Type
+    TOPICS_OF_NAMESPACE_RESPONSE: Command.Type
     AUTH_CHALLENGE: Command.Type
     AUTH_RESPONSE: Command.Type
     TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +410,8 @@ class Command(_message.Message):
     PARTITIONED_METADATA_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_OF_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_OF_NAMESPACE_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     AUTH_CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     AUTH_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     type: Command.Type
@@ -401,6 +431,8 @@ class Command(_message.Message):
     partitioned_metadata_response: PartitionedMetadataResponse
     lookup: Lookup
     lookup_response: LookupResponse
+    topics_of_namespace: TopicsOfNamespace
+    topics_of_namespace_response: TopicsOfNamespaceResponse
     auth_challenge: AuthChallenge
     auth_response: AuthResponse
-    def __init__(self, type: _Optional[_Union[Command.Type, str]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., connected: _Optional[_Union[Connected, _Mapping]] = ..., producer: _Optional[_Union[Producer, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., send_receipt: _Optional[_Union[SendReceipt, _Mapping]] = ..., send_error: _Optional[_Union[SendError, _Mapping]] = ..., success: _Optional[_Union[Success, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., close_producer: _Optional[_Union[CloseProducer, _Mapping]] = ..., producer_success: _Optional[_Union[ProducerSuccess, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., partitioned_metadata: _Optional[_Union[PartitionedMetadata, _Mapping]] = ..., partitioned_metadata_response: _Optional[_Union[PartitionedMetadataResponse, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_response: _Optional[_Union[LookupResponse, _Mapping]] = ..., auth_challenge: _Optional[_Union[AuthChallenge, _Mapping]] = ..., auth_response: _Optional[_Union[AuthResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, type: _Optional[_Union[Command.Type, str]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., connected: _Optional[_Union[Connected, _Mapping]] = ..., producer: _Optional[_Union[Producer, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., send_receipt: _Optional[_Union[SendReceipt, _Mapping]] = ..., send_error: _Optional[_Union[SendError, _Mapping]] = ..., success: _Optional[_Union[Success, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., close_producer: _Optional[_Union[CloseProducer, _Mapping]] = ..., producer_success: _Optional[_Union[ProducerSuccess, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., partitioned_metadata: _Optional[_Union[PartitionedMetadata, _Mapping]] = ..., partitioned_metadata_response: _Optional[_Union[PartitionedMetadataResponse, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_response: _Optional[_Union[LookupResponse, _Mapping]] = ..., topics_of_namespace: _Optional[_Union[TopicsOfNamespace, _Mapping]] = ..., topics_of_namespace_response: _Optional[_Union[TopicsOfNamespaceResponse, _Mapping]] = ..., auth_challenge: _Optional[_Union[AuthChallenge, _Mapping]] = ..., auth_response: _Optional[_Union[AuthResponse, _Mapping]] = ...) -> None: ...

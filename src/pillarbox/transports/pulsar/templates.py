@@ -1,0 +1,104 @@
+"""Templates of topics, and the topics that there are for them.
+
+The official client looks for topics once a minute at best, in one namespace. A broker can watch a list of topics for a
+client, but brokers up to 4.0 miss changes at times, and some refuse to watch. So we ask for the list again and again:
+a broker that is told what we know answers with a few bytes as long as nothing has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from ...errors import ConfigurationError
+from ...route import fill_template, topic_pattern
+from .admin import PulsarAdmin
+from .client import Client
+from .names import TopicName
+
+Values = Mapping[str, str]
+"""What placeholders stand for."""
+Ask = Callable[[PulsarAdmin], Awaitable[list[str]]]
+
+
+def check_topics(topics: Sequence[str], *, admin: bool) -> None:
+    """Refuse topics that cannot be subscribed to; with or without a REST interface to ask."""
+    for topic in topics:
+        topic_pattern(topic)  # refuses other braces
+        name = TopicName.parse(topic, template=True)
+        if "{" in name.namespace_name and not admin:
+            raise ConfigurationError(
+                f"topic {topic!r}: only the REST interface says which tenants and namespaces there are; give "
+                "admin_url, or write ?admin=http://host:8080 behind the address, or use {tenant} in the last part only"
+            )
+
+
+class TopicFinder:
+    """Finds the topics of some templates, and knows those that it has found."""
+
+    def __init__(self, templates: Sequence[str], client: Client, admin: PulsarAdmin | None) -> None:
+        self.found: dict[TopicName, str] = {}
+        """With the name that a topic has by its template, which may leave out the first parts."""
+        self._templates = templates
+        self._client = client
+        self._admin = admin
+        self._hashes: dict[TopicName, str] = {}
+
+    async def look(self) -> None:
+        """Look for new ones. An `OSError` if that cannot be done now, a `ConfigurationError` if we may not."""
+        await asyncio.gather(*map(self._look_for, self._templates))
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.close()
+        if self._admin is not None:
+            await self._admin.close()
+
+    async def _look_for(self, template: str) -> None:
+        name = TopicName.parse(template, template=True)
+        omitted = len(str(name)) - len(template)
+        places = await namespaces_of(name, self._admin)
+        errors = []
+        for topics in await asyncio.gather(*(self._topics(*each) for each in places), return_exceptions=True):
+            if isinstance(topics, BaseException):
+                errors.append(topics)
+                continue
+            for topic in topics:
+                self.found.setdefault(topic, str(topic)[omitted:])
+        if errors:  # what one namespace denies keeps no other from being found
+            raise errors[0]
+
+    async def _topics(self, template: TopicName, values: Values) -> list[TopicName]:
+        """The new topics of a namespace that look like this."""
+        tenant, namespace = template.tenant, template.namespace
+        wanted = TopicName(tenant, namespace, fill_template(template.topic, values))
+        if wanted in self.found:
+            return []
+        start, placeholder, _ = str(wanted).partition("{")
+        answer = await self._client.topics_of(
+            wanted.namespace_name, start + (".*" if placeholder else "(-partition-.*)?"), self._hashes.get(wanted)
+        )
+        self._hashes[wanted] = answer.topics_hash
+        pattern = topic_pattern(wanted.topic)
+        names = [TopicName(tenant, namespace, each.rpartition("/")[2]).whole for each in answer.topics]
+        return [each for each in names if (each == wanted if pattern is None else pattern.fullmatch(each.topic))]
+
+
+async def namespaces_of(template: TopicName, admin: PulsarAdmin | None) -> list[tuple[TopicName, Values]]:
+    """The template in each namespace that it may come to, and what its placeholders stand for there."""
+
+    async def fill(part: str, values: Values, ask: Ask) -> list[tuple[str, Values]]:
+        part = fill_template(part, values)
+        pattern = topic_pattern(part)
+        if pattern is None or admin is None:  # the latter is refused by check_topics
+            return [(part, values)]
+        matches = [(each, pattern.fullmatch(each)) for each in await ask(admin)]
+        return [(each, {**values, **match.groupdict()}) for each, match in matches if match is not None]
+
+    async def of_tenant(tenant: str, values: Values) -> list[tuple[TopicName, Values]]:
+        namespaces = await fill(template.namespace, values, lambda it: it.namespaces(tenant))
+        return [(TopicName(tenant, each, template.topic), known) for each, known in namespaces]
+
+    tenants = await fill(template.tenant, {}, lambda it: it.tenants())
+    found = await asyncio.gather(*(of_tenant(*each) for each in tenants))
+    return [each for some in found for each in some]
