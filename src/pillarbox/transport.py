@@ -176,8 +176,8 @@ class Received:
 
     message: Message
     attempt: int = 1
-    """How often it was delivered to the group, as far as the broker counts: a hint, and no more. Many count from 1
-    again after a while, or not at all.
+    """How often it was delivered to the group, as far as the broker counts: a hint, and no more. Pulsar 4.0 does not
+    count deliveries to a member that died, so 1 does not say that it comes for the first time.
     """
     handle: Any = field(default=None, compare=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,7 +26,7 @@ from pillarbox.errors import ConfigurationError
 from pillarbox.testing.conformance.publisher import messages
 from pillarbox.testing.pulsar import LocalPulsar
 from pillarbox.transport import TopicsRefusedError
-from pillarbox.transports.pulsar import Certificate, PulsarTransport, Tls, Token
+from pillarbox.transports.pulsar import Certificate, PulsarSubscriber, PulsarTransport, Tls, Token
 from tests.integration.test_pulsar_transport import new_topic
 from tests.servers import Server
 from tests.web import free_port
@@ -228,6 +230,33 @@ async def test_a_role_that_may_not_write_is_refused_by_topic(guarded: Guarded) -
     with pytest.raises((TopicsRefusedError, OSError)):
         await transport.open("lane", [new_topic()])
     await transport.close()
+
+
+async def test_a_role_that_may_consume_finds_the_topics_of_tenants(guarded: Guarded) -> None:
+    async with httpx.AsyncClient(base_url=guarded.broker.admin_url, trust_env=False) as client:
+        path = "/admin/v2/namespaces/public/default/permissions/reader"
+        (await client.post(path, json=["consume"])).raise_for_status()
+    template, tls = new_topic() + "-{tenant}", guarded.tls
+    reader = PulsarSubscriber(
+        guarded.url, tls=tls, credentials=Token(token("reader")), admin_url=guarded.broker.admin_url
+    )
+    writer = PulsarTransport(
+        guarded.url, admin_url=guarded.broker.admin_url, tls=tls, credentials=Token(token("orders"))
+    )
+    member = await reader.subscribe([template], "billing")
+    try:
+        await writer.open("lane", [topic := template.format(tenant="acme")])
+        await writer.send("lane", messages(topic, "aa"))
+        async with asyncio.timeout(30):
+            [received, *_] = await member.receive(1)
+        assert received.message.topic == topic
+        with pytest.raises(ConfigurationError, match=r"answers 40[13]"):  # who may list tenants is a superuser
+            await reader.subscribe(["persistent://{tenant}/pay/events"], "billing")
+        with pytest.raises(ConnectionError, match="'billing' cannot be joined"):
+            await reader.subscribe(["persistent://public/other/{tenant}"], "billing")
+    finally:
+        await member.close()
+        await writer.close()
 
 
 def test_tls_without_verification_has_to_be_asked_for() -> None:
