@@ -306,7 +306,7 @@ async def test_s54_a_tenant_cannot_speak_for_another_by_a_topic_of_its_own(
     for topic, event_id in ((f"{evil}/pay/{unique}", uuid4()), (plain, uuid4())):
         await publish(publisher, [Message(topic, "k", sent.body, {**sent.headers, "event_id": str(event_id)})])
     await consumer.drain(idle=2.0)
-    assert sorted(booked) == [(acme, f"{acme}/pay/{unique}"), (acme, plain)]
+    assert sorted(booked) == sorted([(acme, f"{acme}/pay/{unique}"), (acme, plain)])
 
 
 async def box_messages(box: Pillarbox, topic: str) -> Sequence[Received]:
