@@ -173,8 +173,9 @@ class PulsarSubscription:
         self._joining = asyncio.Semaphore(_AT_ONCE)
         self._refused: dict[TopicName, float] = {}
         """When to try again to join a topic."""
+        self._joins: dict[TopicName, asyncio.Task[None]] = {}
+        """Of topics that were found later."""
         self._tending: asyncio.Task[None] | None = None
-        self._told_of = ""
         self._room = Room(max(prefetch, _FEWEST), MAX_BYTES)
         self._arrived: deque[Copy] = deque()
         self._told = False
@@ -241,7 +242,7 @@ class PulsarSubscription:
         found = self._found()
         share = self._share(len(self._plain) + len(found))
         await asyncio.gather(*(self._join(topic, called, start, share) for topic, called in self._plain.items()))
-        await self._join_found(found, start, share)
+        await asyncio.gather(*(self._join_found(topic, called, start, share) for topic, called in found.items()))
         self._heard = self._loop.time()
         self._tending = asyncio.create_task(self._tend())
 
@@ -259,7 +260,10 @@ class PulsarSubscription:
         return {
             topic: called
             for topic, called in (self._finder.found.items() if self._finder is not None else ())
-            if topic not in self._consumers and topic not in self._plain and self._refused.get(topic, now) <= now
+            if topic not in self._consumers
+            and topic not in self._plain
+            and topic not in self._joins
+            and self._refused.get(topic, now) <= now
         }
 
     def _share(self, topics: int) -> int:
@@ -278,35 +282,36 @@ class PulsarSubscription:
             )
         self._consumers[topic] = _Consumer(consumer, self._loop.time())
 
-    async def _join_found(self, found: Mapping[TopicName, str], start: Any, share: int) -> None:
-        """What cannot be joined is left for later: the topics of other tenants do not wait for it."""
-        joined = await asyncio.gather(
-            *(self._join(topic, called, start, share) for topic, called in found.items()), return_exceptions=True
-        )
-        for topic, error in zip(found, joined, strict=True):
-            if isinstance(error, Exception):
-                self._refused[topic] = self._loop.time() + _REFUSED
+    async def _join_found(self, topic: TopicName, called: str, start: Any, share: int) -> None:
+        """One that cannot be joined is left for later."""
+        try:
+            await self._join(topic, called, start, share)
+        except Exception as error:
+            if topic not in self._refused:
                 _log.warning("topic %s cannot be received now: %s", topic, said(error))
-            elif error is not None:
-                raise error
+            self._refused[topic] = self._loop.time() + _REFUSED
+        finally:
+            self._joins.pop(topic, None)
 
     async def _tend(self) -> None:
-        """Join new topics, and find out what the client does not say."""
+        """Find out what the client does not say, and join new topics."""
+        trouble = ""
         while True:
             await asyncio.sleep(LOOK)
+            self._look_after()
+            if self._finder is None:
+                continue
+            before, trouble = trouble, ""
             try:
-                if self._finder is not None:
-                    try:
-                        await self._finder.look()
-                    finally:  # some may have been found
-                        share = self._share(len(self._consumers) + 1)
-                        await self._join_found(self._found(), self._pulsar.InitialPosition.Earliest, share)
-                self._look_after()
-                self._told_of = ""
+                await self._finder.look()
             except Exception as error:
-                if (trouble := said(error)) != self._told_of:
-                    self._told_of = trouble
-                    _log.warning("new topics cannot be looked for: %s", trouble)
+                if (trouble := said(error)) != before:
+                    _log.warning("not all new topics can be looked for: %s", trouble)
+            # Not waited for: a broker that does not answer about one topic must not make others late.
+            share = self._share(len(self._consumers) + 1)
+            for topic, called in self._found().items():
+                joining = self._join_found(topic, called, self._pulsar.InitialPosition.Earliest, share)
+                self._joins[topic] = asyncio.create_task(joining)
 
     def _look_after(self) -> None:
         now = self._loop.time()
@@ -323,7 +328,8 @@ class PulsarSubscription:
         if self._kind == "failover" and not len(self._shelf) and now - self._heard > _IDLE:
             self._heard = now
             for consumer in self._consumers.values():
-                consumer.of_client.redeliver_unacknowledged_messages()
+                with suppress(self._pulsar.PulsarException):
+                    consumer.of_client.redeliver_unacknowledged_messages()
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
@@ -348,8 +354,9 @@ class PulsarSubscription:
 
     async def _leave(self) -> None:
         closing = [asyncio.to_thread(self._say_goodbye)]
-        if self._tending is not None:
-            self._tending.cancel()
+        for task in (self._tending, *self._joins.values()):
+            if task is not None:
+                task.cancel()
         if self._finder is not None:
             closing.append(self._finder.close())
         await asyncio.gather(*closing)
