@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 from uuid import uuid4
 
 import pulsar as official
@@ -186,6 +188,29 @@ async def test_a_topic_that_cannot_be_joined_keeps_no_other_waiting(
     rival.close()
     client.close()
     assert [each for each in caplog.messages if f"{unique}-acme cannot be received now" in each]
+
+
+async def test_a_topic_that_does_not_answer_makes_no_other_late(
+    pulsar: Pulsar, publisher: PulsarTransport, members: list[Subscription], unique: str
+) -> None:
+    template, answered = f"t-{unique}-{{tenant}}", threading.Event()
+    members.append(member := await PulsarSubscriber(pulsar.url).subscribe([template], "billing"))
+    subscribe = member._subscribe
+
+    def hang(topic: str, **options: Any) -> Any:
+        if topic.endswith("-acme"):
+            answered.wait()
+        return subscribe(topic, **options)
+
+    member._subscribe = hang
+    await publish(publisher, acme := messages(template.format(tenant="acme"), "a"))
+    async with asyncio.timeout(SOON):
+        while not member._joins:  # noqa: ASYNC110  nobody is told of it
+            await asyncio.sleep(0.01)
+    await publish(publisher, globex := messages(template.format(tenant="globex"), "a"))
+    assert received_by_key(await receive(member, 1, SOON)) == by_key(globex)
+    answered.set()
+    assert received_by_key(await receive(member, 1)) == by_key(acme)
 
 
 async def test_a_topic_that_is_lost_is_joined_again(
