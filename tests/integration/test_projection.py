@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any
 from uuid import UUID
 
-import msgspec
 import pytest
-from sqlalchemy import ARRAY, JSON, Connection, Enum, MetaData, String, Table, event, select, text
+from sqlalchemy import ARRAY, JSON, Connection, Enum, MetaData, String, Table, event, select
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pillarbox import ConcurrencyError, IntegrationEvent, Pillarbox, TenancyError, TenantScoped
+from pillarbox import IntegrationEvent, Pillarbox, TenancyError, TenantScoped
 from pillarbox.consumers.handling import Incoming, MessageContext
-from pillarbox.errors import ConfigurationError, HoldFullError, Poison
-from pillarbox.inbox import Letter, LetterFilter, LetterKind, LetterState
+from pillarbox.errors import ConfigurationError, Poison
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, Tally, on
 from pillarbox.transport import Message
 from tests.conftest import FreshDatabase
@@ -48,10 +46,6 @@ class ParcelGrew(IntegrationEvent, name="tests.projected.grew", version=1):
 
 
 class ParcelLost(IntegrationEvent, name="tests.projected.lost", version=1):
-    parcel_id: UUID
-
-
-class ParcelSeen(IntegrationEvent, name="tests.projected.seen", version=1):
     parcel_id: UUID
 
 
@@ -109,15 +103,11 @@ class _Parcels(Projection):
         return self.remove(parcel_id=event.parcel_id)
 
 
-class Parcels(_Parcels, row=ParcelRow, ignores=(ParcelSeen,)):
+class Parcels(_Parcels, row=ParcelRow):
     @on(ParcelsMet)
     def met(self, event: ParcelsMet) -> Iterable[Change]:
         for parcel in event.parcels:
             yield self.put(parcel_id=parcel, status="met", grams=1)
-
-
-class WholeParcels(_Parcels, row=ParcelRow, contiguous=True, hold=5, ignores=(ParcelSeen,)):
-    """None of their events may be missing."""
 
 
 class OwnParcels(Projection, row=OwnParcelRow):
@@ -145,81 +135,13 @@ class Towns(Projection, row=TownRow, guarded=False):
         return self.remove(town="a", day=2)
 
 
-# -- letters and messages ----------------------------------------------------------------------------------------------
-
-
-class Shelf:
-    """`Letters` in memory. Nothing is undone: tests that fail on purpose look before that."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Letter] = {}
-
-    def write(self, _connection: Any, letters: Sequence[Letter]) -> Sequence[int]:
-        ids = [len(self.kept) + 1 + offset for offset in range(len(letters))]
-        for number, letter in zip(ids, letters, strict=True):
-            self.kept[number] = msgspec.structs.replace(letter, id=number)
-        return ids
-
-    def find(self, _connection: Any, wanted: LetterFilter, *, after: int = 0, limit: int = 100) -> Sequence[Letter]:
-        return [letter for number, letter in self.kept.items() if number > after and self._fits(letter, wanted)][:limit]
-
-    def count(self, _connection: Any, wanted: LetterFilter) -> Mapping[tuple[str, LetterKind], int]:
-        return Counter((letter.consumer, letter.kind) for letter in self.kept.values() if self._fits(letter, wanted))
-
-    def take(self, _connection: Any, letter_id: int) -> Letter | None:
-        return self.kept.get(letter_id)
-
-    def close(self, _connection: Any, letter_id: int, state: LetterState) -> bool:
-        if self.kept[letter_id].state is not LetterState.OPEN:
-            return False
-        self.kept[letter_id] = msgspec.structs.replace(self.kept[letter_id], state=state)
-        return True
-
-    def failed(self, _connection: Any, _letter_id: int, _kind: LetterKind, _reason: str) -> bool:
-        return False
-
-    def edit(self, _connection: Any, _letter_id: int, _body: bytes) -> bool:
-        return False
-
-    def prune(self, *_given: Any, **_options: Any) -> int:
-        return 0
-
-    @property
-    def states(self) -> list[LetterState]:
-        return [letter.state for letter in self.kept.values()]
-
-    @staticmethod
-    def _fits(letter: Letter, wanted: LetterFilter) -> bool:
-        return (
-            wanted.consumer in (None, letter.consumer)
-            and wanted.tenant in (None, letter.tenant)
-            and letter.kind in wanted.kinds
-            and letter.state in wanted.states
-        )
-
-
-class Post:
-    """What a consumer gives to a projection: letters, and a reader for them."""
-
-    known: ClassVar[dict[bytes, Incoming]] = {}
-
-    def __init__(self) -> None:
-        self.shelf = Shelf()
-
-    def read(self, message: Message) -> Incoming:
-        return self.known[message.body]
-
-    def give_to(self, projection: Projection) -> None:
-        projection.letters, projection.read = self.shelf, self.read
-
-
 def came(
     fact: Any, version: int | None = None, place: int = 0, *, count: int = 1, tenant: str | None = None
 ) -> Incoming:
     """The event has come in."""
     key = str(getattr(fact, "parcel_id", "none"))
     headers = {} if version is None else {"aggregate_id": key}
-    incoming = Incoming(
+    return Incoming(
         fact,
         MessageContext(
             consumer="parcels",
@@ -238,8 +160,6 @@ def came(
             message=Message("parcels", key, fact.event_id.bytes, headers),
         ),
     )
-    Post.known[fact.event_id.bytes] = incoming
-    return incoming
 
 
 @pytest.fixture
@@ -369,8 +289,6 @@ class TestRows:
             assert await apply(box, parcels, *grown) == Tally(applied=3)
             assert await apply(box, parcels, *grown) == Tally(stale=3)
             assert await rows_of(box, ParcelRow, "grams", "projected_version") == [(2, 2)] * 3
-            with before_the_write(box, Connection.execute), _somebody_was_quicker():
-                await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL), 1))
             for _ in range(2):
                 await apply(box, towns, *packed)
             assert await rows_of(box, TownRow, "grams") == [(6,), (6,)]
@@ -401,120 +319,6 @@ class TestH84Gaps:
         assert (tally.gaps, tally.version_lag) == (1, 0)
         tally = await apply(box, parcels, came(ParcelGrew(parcel_id=PARCEL, grams=2), 2))
         assert tally.gaps == 0
-
-    async def test_an_ignored_event_moves_the_version_on(self, box: Pillarbox) -> None:
-        parcels = Parcels()
-        await apply(box, parcels, came(ParcelSeen(parcel_id=PARCEL), 1))
-        assert await rows_of(box, ParcelRow, "status") == []
-        await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=3), 2))
-        await apply(box, parcels, came(ParcelSeen(parcel_id=PARCEL), 3))
-        tally = await apply(box, parcels, came(ParcelGrew(parcel_id=PARCEL, grams=2), 4))
-        assert tally == Tally(applied=1)
-        assert await rows_of(box, ParcelRow, *STATE) == [("packed", None, 5, False, 4, 0)]
-
-    async def test_h84_what_comes_too_early_is_held_and_released(self, box: Pillarbox) -> None:
-        parcels, post = WholeParcels(), Post()
-        post.give_to(parcels)
-        await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=1), 1))
-        tally = await apply(
-            box,
-            parcels,
-            came(ParcelGrew(parcel_id=PARCEL, grams=30), 4),
-            came(ParcelGrew(parcel_id=PARCEL, grams=10), 3),
-        )
-        assert tally == Tally(gaps=2, held=2, version_lag=2)
-        assert await rows_of(box, ParcelRow, "grams", "projected_version") == [(1, 1)]
-        assert [letter.kind for letter in post.shelf.kept.values()] == [LetterKind.HELD] * 2
-        assert "event 0 of version 4 has come, and event 0 of version 2 has not" in post.shelf.kept[1].reason
-
-        tally = await apply(box, parcels, came(ParcelSent(parcel_id=PARCEL, town="Ulm"), 2))
-        assert tally == Tally(applied=3)
-        assert await rows_of(box, ParcelRow, *STATE) == [("sent 1", "Ulm", 41, False, 4, 0)]
-        assert post.shelf.states == [LetterState.REDRIVEN] * 2
-
-    async def test_h84_before_the_very_first_event(self, box: Pillarbox) -> None:
-        parcels, post = WholeParcels(), Post()
-        post.give_to(parcels)
-        await apply(box, parcels, came(ParcelGrew(parcel_id=PARCEL, grams=4), 2))
-        assert await rows_of(box, ParcelRow, "deleted", "projected_version") == [(True, 0)]
-        await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=1), 1))
-        assert await rows_of(box, ParcelRow, *STATE) == [("packed", None, 5, False, 2, 0)]
-
-    async def test_h84_out_of_order_within_one_batch_needs_no_letter(self, box: Pillarbox) -> None:
-        parcels = WholeParcels()
-        tally = await apply(
-            box,
-            parcels,
-            came(ParcelSeen(parcel_id=PARCEL), 2),
-            came(ParcelGrew(parcel_id=PARCEL, grams=4), 3),
-            came(ParcelPacked(parcel_id=PARCEL, grams=1), 1),
-        )
-        assert tally == Tally(applied=3)
-        assert await rows_of(box, ParcelRow, *STATE) == [("packed", None, 5, False, 3, 0)]
-
-    async def test_h84_an_ignored_event_may_be_the_first_one(self, box: Pillarbox) -> None:
-        parcels = WholeParcels()
-        await apply(box, parcels, came(ParcelSeen(parcel_id=PARCEL), 1))
-        tally = await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=1), 2))
-        assert tally == Tally(applied=1)
-        assert await rows_of(box, ParcelRow, *STATE) == [("packed", None, 1, False, 2, 0)]
-
-    async def test_h84_the_hold_is_bounded(self, box: Pillarbox) -> None:
-        parcels, post = WholeParcels(), Post()
-        post.give_to(parcels)
-        early = [came(ParcelGrew(parcel_id=UUID(int=number), grams=1), 2) for number in range(6)]
-        await apply(box, parcels, *early[:4])
-        with pytest.raises(HoldFullError, match="4 events wait for events before them, and 2 more"):
-            await apply(box, parcels, *early[4:])
-        await apply(box, parcels, early[4])
-        assert await rows_of(box, ParcelRow, "projected_version") == [(0,)] * 5
-
-    async def test_whose_event_it_is_must_be_known(self, one_box: Pillarbox) -> None:
-        class Strays(Projection, row=ParcelRow, contiguous=True, name="strays"):
-            @on(ParcelSeen)
-            def seen(self, _event: ParcelSeen) -> Change:
-                return self.remove(parcel_id=UUID(int=1))
-
-        seen = came(ParcelSeen(parcel_id=PARCEL), 1)
-        with pytest.raises(ConfigurationError, match="cannot change the row"):
-            await apply(one_box, Strays(), seen)
-        for headers, problem in (({}, "no aggregate id"), ({"aggregate_id": "me"}, "the aggregate id 'me' is no")):
-            stray = Incoming(seen.event, msgspec.structs.replace(seen.context, headers=headers))
-            with pytest.raises(Poison, match=problem):
-                await apply(one_box, Strays(), stray)
-
-    async def test_a_held_event_without_letters_is_refused(self, one_box: Pillarbox) -> None:
-        with pytest.raises(ConfigurationError, match="has no letters"):
-            await apply(one_box, WholeParcels(), came(ParcelGrew(parcel_id=PARCEL, grams=1), 2))
-
-    async def test_a_letter_that_somebody_has_closed_is_not_applied(self, one_box: Pillarbox) -> None:
-        parcels, post = WholeParcels(), Post()
-        post.give_to(parcels)
-        await apply(one_box, parcels, came(ParcelGrew(parcel_id=PARCEL, grams=1), 2))
-        parcels.read = lambda message: (post.shelf.close(None, 1, LetterState.DISCARDED), post.read(message))[1]
-        with pytest.raises(ConcurrencyError, match="somebody else has closed the letter 1"):
-            await apply(one_box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=1), 1))
-
-    @pytest.mark.parametrize("seed", range(4))
-    async def test_h84_any_order_and_number_comes_to_the_same(self, box: Pillarbox, seed: int) -> None:
-        class Patient(_Parcels, row=ParcelRow, contiguous=True, name="patient"):
-            pass
-
-        rng, parcels, post = random.Random(seed), Patient(), Post()
-        post.give_to(parcels)
-        lives = {UUID(int=number): _life(rng, UUID(int=number), rng.randint(1, 8)) for number in range(12)}
-        delivered = [one for life in lives.values() for one in life]
-        delivered += rng.sample(delivered, len(delivered) // 3)
-        rng.shuffle(delivered)
-        total = Tally()
-        while delivered:
-            size = rng.randint(1, 15)
-            total.add(await apply(box, parcels, *delivered[:size]))
-            delivered = delivered[size:]
-        assert await rows_of(box, ParcelRow, *STATE) == [_folded(life) for life in lives.values()]
-        assert total.applied == sum(map(len, lives.values()))
-        assert set(post.shelf.states) <= {LetterState.REDRIVEN}
-        assert total.held == len(post.shelf.kept) > 0
 
 
 class TestH85OldAfterNew:
@@ -643,49 +447,23 @@ class TestAtOnce:
                 await Parcels().apply(uow, [packed])
                 tasks.create_task(apply(one_box, Parcels(), packed))
                 await until_somebody_waits(one_box)
-        assert failure.group_contains(ConcurrencyError, match="since it was read")
+        assert failure.group_contains(IntegrityError, match="projected_parcels_pkey")
         assert await apply(one_box, Parcels(), packed) == Tally(stale=1)
-
-    async def test_somebody_is_quicker_between_read_and_write(self, box: Pillarbox) -> None:
-        parcels = Parcels()
-        await apply(box, parcels, came(ParcelPacked(parcel_id=PARCEL, grams=1), 1))
-        late = came(ParcelGrew(parcel_id=PARCEL, grams=2), 2)
-        with before_the_write(box, lambda connection, *_: connection.execute(_QUICKER)):
-            if box.engine.dialect.name in ("mysql", "mariadb"):  # which do not say that the guard has left it alone
-                await apply(box, parcels, late)
-                assert await rows_of(box, ParcelRow, "grams", "projected_version") == [(1, 9)]
-            else:
-                with _somebody_was_quicker():
-                    await apply(box, parcels, late)
-                assert await rows_of(box, ParcelRow, "grams", "projected_version") == [(1, 1)]
 
     async def test_somebody_else_makes_the_row_between_read_and_write(self, box: Pillarbox) -> None:
         packed = came(ParcelPacked(parcel_id=PARCEL, grams=1), 1)
-        with before_the_write(box, Connection.execute), _somebody_was_quicker():
+        with before_the_write(box, Connection.execute), pytest.raises(IntegrityError):
             await apply(box, Parcels(), packed)
         assert await apply(box, Parcels(), packed) == Tally(applied=1)
 
-    async def test_h84_the_missing_event_comes_while_the_other_is_being_held(self, one_box: Pillarbox) -> None:
-        post, packed = Post(), came(ParcelPacked(parcel_id=PARCEL, grams=1), 1)
-        holding, bringing = WholeParcels(), WholeParcels()
-        post.give_to(holding)
-        post.give_to(bringing)
-        with pytest.raises(ExceptionGroup) as failure:
-            async with asyncio.TaskGroup() as tasks, one_box.unit_of_work() as uow:
-                await holding.apply(uow, [came(ParcelGrew(parcel_id=PARCEL, grams=2), 2)])
-                tasks.create_task(apply(one_box, bringing, packed))
-                await until_somebody_waits(one_box)
-        assert failure.group_contains(ConcurrencyError, match="since it was read")
-        assert await apply(one_box, bringing, packed) == Tally(applied=2)
-        assert await rows_of(one_box, ParcelRow, "grams", "projected_version") == [(3, 2)]
-
-    async def test_counters_need_no_second_try(self, one_box: Pillarbox) -> None:
+    async def test_counters_that_are_there_need_no_second_try(self, one_box: Pillarbox) -> None:
         sent = came(ParcelSent(parcel_id=PARCEL, town="Ulm"), 1)
+        await apply(one_box, Towns(), sent)
         async with asyncio.TaskGroup() as tasks, one_box.unit_of_work() as uow:
             await Towns().apply(uow, [sent, sent])
             tasks.create_task(apply(one_box, Towns(), sent))
             await until_somebody_waits(one_box)
-        assert await rows_of(one_box, TownRow, "parcels") == [(3,)]
+        assert await rows_of(one_box, TownRow, "parcels") == [(4,)]
 
 
 class TestTables:
@@ -761,13 +539,6 @@ class TestTables:
             sent = [came(ParcelSent(parcel_id=UUID(int=number), town=town), version) for number in (1, 2)]
             await apply(one_box, lists, *sent)
         assert await rows_of(one_box, Listed, "tags") == [(["sent", "Aalen"],)] * 2
-
-
-_QUICKER = text("UPDATE projected_parcels SET projected_version = 9")
-
-
-def _somebody_was_quicker() -> Any:
-    return pytest.raises(ConcurrencyError, match="since it was read")
 
 
 @contextmanager

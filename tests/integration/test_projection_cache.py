@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import String, text
+from sqlalchemy import String
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import Change, IntegrationEvent, Pillarbox, Projection, ProjectionRow, TenantScoped, on
-from pillarbox.cache import Cache, MemoryCache, Ticket
+from pillarbox.cache import Cache, MemoryCache
 from pillarbox.caches.redis import RedisCache
-from pillarbox.projections.editions import Editions, replaced
 from pillarbox.projections.read import ReadDao
 from tests.servers import Database
 
@@ -90,32 +89,6 @@ async def test_what_events_change_is_read_anew(box: Pillarbox, cache: Cache) -> 
     assert (await wall(dao, "acme"), await wall(dao, "globex")) == ("south", "north")
     await tell(box, Taken(picture="sunset"), "acme")
     assert (await wall(dao, "acme"), await wall(dao, "globex")) == (None, "north")
-
-
-async def test_after_a_rebuild_every_row_is_read_anew(box: Pillarbox, cache: Cache) -> None:
-    pictures = box.projection(Pictures, source="outbox", cache=cache)
-    dao = ReadDao(box, Picture, cache=cache)
-    for tenant in ("acme", "globex"):
-        await tell(box, Hung(picture="sunset", wall="north"), tenant)
-    async with box.engine.begin() as connection:
-        await connection.execute(text("UPDATE pictures SET wall = 'spoilt'"))
-    for _ in range(2):
-        assert (await wall(dao, "acme"), await wall(dao, "globex")) == ("spoilt", "spoilt")
-    await pictures.rebuild()
-    assert (await wall(dao, "acme"), await wall(dao, "globex")) == ("north", "north")
-
-
-async def test_who_read_before_a_table_was_replaced_does_not_bring_its_row_back(cache: Cache) -> None:
-    readers = Editions(cache, Picture)
-    ticket = (await readers.get(["sunset"]))["sunset"]
-    assert isinstance(ticket, Ticket)
-    await replaced(cache, Picture)
-    await readers.set({ticket: b"of the old table"}, ttl=60)
-    assert await readers.get(["sunset"]) == {}
-    ticket = (await readers.get(["sunset"]))["sunset"]
-    assert isinstance(ticket, Ticket)
-    await readers.set({ticket: b"of the new one"}, ttl=60)
-    assert await readers.get(["sunset"]) == {"sunset": b"of the new one"}
 
 
 async def test_a_cache_that_is_down_stops_no_projection(box: Pillarbox) -> None:

@@ -1,4 +1,4 @@
-"""Projections as consumers: what they hold, what strangers send, and what a second unique key does to MySQL."""
+"""Projections as consumers: what strangers send, and what a second unique key does to MySQL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import Change, IntegrationEvent, Message, Pillarbox, Projection, ProjectionRow, TenantScoped, on
 from pillarbox.consumers.consumer import Consumer
-from pillarbox.errors import StoreError
-from pillarbox.inbox import LetterKind
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import EACH_DATABASE, FreshDatabase
 
@@ -36,13 +34,7 @@ class BookRow(ProjectionRow, Base):
     shelf: Mapped[str] = mapped_column(String(50))
 
 
-class Books(Projection, row=BookRow, contiguous=True, name="books"):
-    @on(Shelved)
-    def shelved(self, event: Shelved) -> Change:
-        return self.put(book=event.book, shelf=event.shelf)
-
-
-class LooseBooks(Projection, row=BookRow, name="loose-books"):
+class Books(Projection, row=BookRow, name="books"):
     @on(Shelved)
     def shelved(self, event: Shelved) -> Change:
         return self.put(book=event.book, shelf=event.shelf)
@@ -106,24 +98,8 @@ def projection(box: Pillarbox, kind: type[Projection]) -> Consumer:
     return box.projection(kind, source="broker", topics=[TOPIC], batch=1)
 
 
-async def test_h84_a_held_event_waits_and_nobody_can_hurry_it(box: Pillarbox, broker: MemoryTransport) -> None:
-    books = projection(box, Books)
-    await send(broker, "emma", "new", version=1)
-    await send(broker, "emma", "attic", version=3)
-    await books.drain()
-    assert await shelves(box) == {"emma": "new"}
-    assert [letter async for letter in box.dead_letters()] == []
-    [held] = [letter async for letter in box.dead_letters(kinds=[LetterKind.HELD])]
-    with pytest.raises(StoreError, match="waits for events before it"):
-        await books.redrive(held.id)
-    await send(broker, "emma", "desk", version=2)
-    await books.drain()
-    assert await shelves(box) == {"emma": "attic"}
-    assert [letter async for letter in box.dead_letters(kinds=[LetterKind.HELD])] == []
-
-
 async def test_versions_of_strangers_may_begin_with_zero(box: Pillarbox, broker: MemoryTransport) -> None:
-    books = projection(box, LooseBooks)
+    books = projection(box, Books)
     await send(broker, "emma", "new", version=0)
     await books.drain()
     assert await shelves(box) == {"emma": "new"}

@@ -517,3 +517,60 @@ class TestSettings:
         assert threads == {"MainThread"}
         assert [each.auth_method_name for each in connects[:2]] == ["token", "token"]
         assert [each.auth_data for each in connects[:2]] == [b"token-1", b"token-2"]
+
+
+# -- reading again -----------------------------------------------------------------------------------------------------
+
+
+async def subscriptions(pulsar: Pulsar, topic: str) -> list[str]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.get(f"{pulsar.admin_url}/admin/v2/{TopicName.parse(topic).path}/subscriptions")
+        found: list[str] = answer.raise_for_status().json()
+        return found
+
+
+class TestReread:
+    @pytest.mark.parametrize("partitions", [0, 3])
+    async def test_all_that_is_stored_when_it_is_asked_and_then_what_came_since(
+        self, pulsar: Pulsar, publisher: PulsarTransport, partitions: int
+    ) -> None:
+        topic = new_topic()
+        if partitions:
+            await make_partitioned(pulsar, topic, partitions)
+        history = await PulsarSubscriber(pulsar.url).reread([topic])
+        assert [page async for page in history.pages()] == []
+        await publish(publisher, sent := messages(topic, "abcab"))
+        pages = history.pages()
+        first = [*await anext(pages)]
+        await publish(publisher, later := messages(topic, "abc", first=6))
+        rest = [each async for page in pages for each in page]
+        more = [each async for page in history.pages() for each in page]
+        assert by_key([*first, *rest, *more]) == by_key([*sent, *later])
+        assert [page async for page in history.pages()] == []
+        await history.aclose()
+
+    async def test_h140_nothing_stays_at_the_broker_after_a_kill(
+        self, pulsar: Pulsar, publisher: PulsarTransport
+    ) -> None:
+        topic = new_topic()
+        await publish(publisher, messages(topic, "ab"))
+        program = (
+            "import asyncio, os, signal, sys\n"
+            "from pillarbox.transports.pulsar import PulsarSubscriber\n"
+            "async def main():\n"
+            "    history = await PulsarSubscriber(sys.argv[1]).reread([sys.argv[2]])\n"
+            "    async for page in history.pages():\n"
+            "        print(len(page), flush=True)\n"
+            "        os.kill(os.getpid(), signal.SIGKILL)\n"
+            "asyncio.run(main())\n"
+        )
+        command = [sys.executable, "-c", program, pulsar.url, topic]
+        done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stdout) == (-9, "2\n")
+        async with asyncio.timeout(20):
+            while await subscriptions(pulsar, topic):  # noqa: ASYNC110  the broker tells nobody
+                await asyncio.sleep(0.1)
+
+    async def test_a_template_is_refused(self, pulsar: Pulsar) -> None:
+        with pytest.raises(ConfigurationError, match="name them, or read from the outbox"):
+            await PulsarSubscriber(pulsar.url).reread(["orders-{tenant}"])

@@ -29,10 +29,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import IntegrationEvent, Pillarbox
-from pillarbox.consumers.consumer import Consumer
 from pillarbox.inbox import consumer_id
 from pillarbox.outbox import stable_hash
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, on
+from pillarbox.projections.consumer import ProjectionConsumer
 from pillarbox.projections.rebuild import Progress, Rebuilt, Stage
 from tests.servers import Servers
 
@@ -66,7 +66,7 @@ class Sold(Projection, row=SoldRow, guarded=False):
         return self.put(article=event.article, sales=Add(1), pieces=Add(event.pieces))
 
 
-def projected(url: str) -> tuple[Pillarbox, Consumer]:
+def projected(url: str) -> tuple[Pillarbox, ProjectionConsumer]:
     box = Pillarbox(create_async_engine(url, pool_size=READERS + 4), shards=SHARDS)
     return box, box.projection(Sold, source="outbox")
 
@@ -163,7 +163,7 @@ async def live(url: str, rate: int, seed: int, is_over: Callable[[], bool], begu
 
 
 async def _tell_when_at_work(
-    consumer: Consumer, life: Life, begun: Callable[[], object], is_over: Callable[[], bool]
+    consumer: ProjectionConsumer, life: Life, begun: Callable[[], object], is_over: Callable[[], bool]
 ) -> None:
     while not is_over():
         if life.written and life.queries >= READERS and consumer.status()["handled"]:

@@ -1,8 +1,4 @@
-"""What an event does to rows of a projection, and the row that several changes come to. No database in here.
-
-Before this: a handler has said what is to be changed. After it: one set of values for each row, which is written once
-however many events there were.
-"""
+"""What an event changes in the rows of a projection, and the row that several changes come to. No database in here."""
 
 from __future__ import annotations
 
@@ -31,10 +27,13 @@ VERSION, INDEX, COUNT, DELETED, AT = (
     "projected_at",
 )
 GUARDS = (VERSION, INDEX, COUNT, DELETED, AT)
-"""The columns that every projection row has, and that only we write."""
+"""The columns that every projection row has, and that only Pillarbox writes."""
 
 Key = tuple[Any, ...]
 """The values of a row's primary key, without the tenant."""
+
+Position = tuple[int, int]
+"""Where an event stands among those of its aggregate: the version, and its place among the events of that version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +43,15 @@ class Add:
     amount: Any
 
 
-class Act(Enum):
-    """What a change does."""
-
-    PUT = "put"
-    REMOVE = "remove"
-    ADVANCE = "advance"
-    """Only the version moves on."""
-
-
 class Change(msgspec.Struct, frozen=True, gc=False):
     """What an event does to one row. Made by the ``put`` and ``remove`` of a projection."""
 
-    act: Act
     key: Key
     values: Mapping[str, Any]
     """By the names of columns."""
     is_whole: bool
     """Whether nothing of the row as it was is left."""
-
-
-Position = tuple[int, int]
-"""Where an event stands among those of its aggregate: the version, and its place among the events of that version."""
+    removes: bool = False
 
 
 class _Form(NamedTuple):
@@ -79,7 +65,7 @@ class _Form(NamedTuple):
 
 
 class Shape:
-    """The columns of a projection's row, and what each of them holds if nobody says it."""
+    """The columns of a projection's row, and what each of them holds if an event does not say it."""
 
     def __init__(self, row: type, mapper: Mapper[Any]) -> None:
         table = mapper.local_table
@@ -106,7 +92,7 @@ class Shape:
         self._forms: dict[tuple[str, ...], _Form] = {}
 
     def identity(self, key: Key, tenant: str | None) -> tuple[Any, ...]:
-        """The whole primary key, as the table has it."""
+        """The whole primary key, in the order of the table."""
         values = dict(zip(self.key, key, strict=True))
         return tuple(tenant if column.name == self.tenant else values[column.name] for column in self.table.primary_key)
 
@@ -117,7 +103,7 @@ class Shape:
         form = self._forms.get(names := tuple(values)) or self._form(names)
         key = tuple([values.pop(name) for name in form.key])
         content = values if form.is_plain else {column: values[name] for name, column in form.values}
-        return Change(Act.PUT, key, content, form.is_whole and Add not in map(type, content.values()))
+        return Change(key, content, form.is_whole and Add not in map(type, content.values()))
 
     def remove(self, values: Mapping[str, Any]) -> Change:
         form = self._forms.get(names := tuple(values)) or self._form(names)
@@ -125,7 +111,7 @@ class Shape:
             raise ConfigurationError(
                 f"{self.row.__qualname__}: remove takes the primary key, and no {form.values[0][0]!r}"
             )
-        return Change(Act.REMOVE, tuple([values[name] for name in form.key]), self.blank, is_whole=True)
+        return Change(tuple([values[name] for name in form.key]), self.blank, is_whole=True, removes=True)
 
     def _form(self, names: tuple[str, ...]) -> _Form:
         for name in names:
@@ -145,11 +131,11 @@ class Shape:
         form = self._forms[names] = _Form(key, values, is_plain, len(values) == len(self.columns))
         return form
 
-    # -- what nobody has said ------------------------------------------------------------------------------------------
+    # -- what an event does not say ------------------------------------------------------------------------------------
 
     @cached_property
     def blank(self) -> Mapping[str, Any]:
-        """What is left of the columns in a tombstone: what the row said is gone."""
+        """The columns of a tombstone."""
         return {name: self._blank(self.table.c[name]) for name in self.columns}
 
     def _blank(self, column: Column[Any]) -> Any:
@@ -169,58 +155,41 @@ class Shape:
             )
         return _BLANKS[kind]
 
-    def is_insertable(self, values: Mapping[str, Any]) -> bool:
-        """Whether a new row could be made of these."""
-        return not any(self._is_needed(name) for name in self.columns if name not in values)
-
     def filled(self, values: dict[str, Any], *, entirely: bool) -> dict[str, Any]:
-        """The values of a row that is new; ``entirely`` if the database adds nothing, as there is an old one in its
-        place.
-        """
+        """The values of a new row; ``entirely`` if the database adds no default, as a tombstone is in its place."""
         for name in self.columns:
             if name in values:
                 continue
+            column = self.table.c[name]
             if name in self._defaults:
                 values[name] = self._defaults[name]()
-            elif self._is_needed(name) or (entirely and self.table.c[name].server_default is not None):
+            elif column.server_default is not None and not entirely:
+                continue
+            elif column.nullable and column.server_default is None:
+                values[name] = None
+            else:
                 raise Poison(
                     f"{self.row.__qualname__}: an event changes a row that is not there, and says nothing about "
                     f"{name!r}, which a new one needs"
                 )
-            elif self.table.c[name].server_default is None:
-                values[name] = None
         return values
-
-    def _is_needed(self, name: str) -> bool:
-        column = self.table.c[name]
-        return not column.nullable and column.server_default is None and name not in self._defaults
 
 
 class RowState(msgspec.Struct, gc=False):
     """A row, from what is in the table to what is to be written."""
 
-    shape: Shape
-    key: Key
-    is_known: bool = True
-    """False if nobody has looked whether it is there."""
-    stored: Position | None = None
-    """What the row in the table stands at; None if there is none."""
-    position: Position = (0, 0)
-    count: int = 1
+    is_stored: bool = False
+    """Whether the table has it."""
     is_alive: bool = False
-    is_fresh: bool = False
-    """Whether it was made, or made again after a removal, by the changes here: then it has nothing from before."""
     is_changed: bool = False
+    position: Position = (0, 0)
+    """The last event that has changed it."""
+    count: int = 1
+    """How many events that version has."""
     values: dict[str, Any] = msgspec.field(default_factory=dict)
-    latest: object = None
-    """The event that was decided about last, for those that change a row twice."""
-    takes: bool = False
-    """What was decided."""
-
-    def load(self, position: Position, count: int, values: dict[str, Any], *, is_alive: bool) -> None:
-        """What the table has."""
-        self.stored = self.position = position
-        self.count, self.is_alive, self.values = count, is_alive, values
+    """Nothing, if all that is there will be replaced."""
+    is_new: bool = False
+    """Whether nothing is left from before the changes."""
 
     @property
     def successor(self) -> Position:
@@ -231,33 +200,18 @@ class RowState(msgspec.Struct, gc=False):
     def fold(self, change: Change) -> None:
         """Change it."""
         self.is_changed = True
-        if change.act is Act.PUT:
-            self._put(change)
-        elif change.act is Act.REMOVE or (self.stored is None and not self.is_fresh):
-            self.values, self.is_alive, self.is_fresh = dict(change.values or self.shape.blank), False, True
-
-    def keep_place(self) -> None:
-        """Have a row, if only a tombstone, so that others who bring events for it wait for us."""
-        if self.stored is None and not self.is_changed:
-            self.fold(Change(Act.REMOVE, self.key, self.shape.blank, is_whole=True))
-
-    def _put(self, change: Change) -> None:
-        if not self.is_alive and (self.is_known or self.is_fresh):
-            self.values, self.is_fresh = {}, True
-        self.is_alive = True
+        if change.removes or not self.is_alive:
+            self.values, self.is_new = {}, True
+        self.is_alive = not change.removes
         if change.is_whole:
             self.values = dict(change.values)
             return
         for name, value in change.values.items():
-            self.values[name] = self._sum(name, value) if type(value) is Add else value
+            self.values[name] = self._sum(name, value.amount) if type(value) is Add else value
 
-    def _sum(self, name: str, added: Add) -> Any:
-        if name not in self.values:
-            return added.amount if self.is_known or self.is_fresh else added  # else the database must add
-        there = self.values[name]
-        if type(there) is Add:
-            return Add(there.amount + added.amount)
-        return added.amount if there is None else there + added.amount
+    def _sum(self, name: str, amount: Any) -> Any:
+        there = self.values.get(name)
+        return amount if there is None else there + amount
 
 
 _BLANKS: Mapping[type, Any] = {

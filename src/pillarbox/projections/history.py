@@ -81,8 +81,8 @@ def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str
     found = tuple(connection.scalars(select(routes.c.id).where(fits)))
     if not found:
         raise ConfigurationError(
-            f"no route of this database leads to {source!r}, from where {name!r} has its events: rebuild it from the "
-            "broker"
+            f"no route of this database leads to {source!r}, from where {name!r} has its events: rebuild it with "
+            '`--from broker`, or rebuild("broker")'
         )
     return Feed(found, tuple(topics), tuple(sorted(set(names))))
 
@@ -102,6 +102,25 @@ def count(connection: Connection, feed: Feed) -> int:
     """About how many events there are."""
     wanted = select(func.count()).select_from(outbox).where(*_conditions(feed))
     return int(connection.scalar(wanted) or 0)
+
+
+class Outbox:
+    """The outbox and, before it, archives of what has left it."""
+
+    def __init__(self, engine: AsyncEngine, feed: Feed, live: int, new: int, files: Sequence[Path]) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._live, self._new = live, new
+        self._files = files
+
+    async def pages(self) -> AsyncGenerator[Sequence[Message], None]:
+        files, self._files = self._files, ()
+        if files:
+            async for page in archived(self._engine, files, self._feed):
+                yield page
+        async with aclosing(unseen(self._engine, self._feed, self._live, self._new)) as pages:
+            async for page in pages:
+                yield page
 
 
 async def unseen(engine: AsyncEngine, feed: Feed, live: int, new: int) -> AsyncGenerator[list[Message], None]:

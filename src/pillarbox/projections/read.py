@@ -11,8 +11,8 @@ is detached. Rows with a column ``deleted`` that is true are tombstones, and not
 
 With a cache, `get` may give a row that is old for the moment between the commit of who changed it and their
 `ReadDao.forget`, and for up to ``ttl`` seconds if they die in between, or do not have or cannot reach the cache. Who
-read before that commit cannot bring the old row back after it: see `pillarbox.cache`. A rebuild, which changes all rows
-at once, has all of them forgotten.
+read before that commit cannot bring the old row back after it: see `pillarbox.cache`. A rebuild,
+which changes all rows at once, does not ask for them: they live out their ``ttl``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from ..interceptors.read_cache import ReadCache, cache_key
 from ..scope import TenantScoped, scoped_tables
 from ..stores import sqlite
 from ..tenancy import UNSCOPED, Tenancy, tenant_for
-from .editions import Editions
 
 MAX_LIMIT = 1000
 """The longest page."""
@@ -230,8 +229,7 @@ class ReadDao(Generic[T]):
     def _read_cache(self, cache: Cache) -> ReadCache:
         sessions = self._sessions()
         if self._cached is None or self._cached[0] is not sessions:
-            editions = Editions(cache, self._model.model)
-            self._cached = sessions, ReadCache(editions, _unscoped(sessions), ttl=self._ttl)
+            self._cached = sessions, ReadCache(cache, _unscoped(sessions), ttl=self._ttl)
         return self._cached[1]
 
 

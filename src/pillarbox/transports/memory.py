@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -165,12 +165,21 @@ class MemoryTransport:
         subscription.backlog()  # a group is there from now on
         return subscription
 
-    def _open_in(self, topics: Sequence[str], group: str) -> list[_Open]:
-        """What a group has not acknowledged, by topic."""
+    async def reread(self, topics: Sequence[str]) -> MemoryHistory:
+        """Read all that was ever sent to these topics, or to those that look like a template."""
+        self._check()
+        return MemoryHistory(self, topics)
+
+    def _named(self, topics: Sequence[str]) -> list[str]:
         names: dict[str, None] = {}
         for topic in topics:
             pattern = topic_pattern(topic)
             names |= dict.fromkeys([topic] if pattern is None else filter(pattern.fullmatch, self._topics))
+        return [*names]
+
+    def _open_in(self, topics: Sequence[str], group: str) -> list[_Open]:
+        """What a group has not acknowledged, by topic."""
+        names = self._named(topics)
         for name in names:
             if group not in self._groups[name]:
                 self._groups[name][group] = dict.fromkeys(map(_Copy, self.sent(name)))
@@ -210,6 +219,25 @@ class MemoryTransport:
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
+
+
+class MemoryHistory:
+    """All messages of some topics, once."""
+
+    def __init__(self, broker: MemoryTransport, topics: Sequence[str]) -> None:
+        self._broker = broker
+        self._names = [*topics]
+        self._read: dict[str, int] = {}
+
+    async def pages(self) -> AsyncGenerator[Sequence[Message], None]:
+        self._broker._check()
+        for name, sent in [(name, [*self._broker.sent(name)]) for name in self._broker._named(self._names)]:
+            new, self._read[name] = sent[self._read.get(name, 0) :], len(sent)
+            if new:
+                yield new
+
+    async def aclose(self) -> None:
+        """There is nothing to let go of."""
 
 
 class MemorySubscription:

@@ -30,6 +30,7 @@ from .address import check_admin_url, parse_address
 from .admin import PulsarAdmin
 from .client import Client
 from .credentials import Credentials, Tls, said, secret_of
+from .history import PulsarHistory
 from .names import TopicName, spellings
 from .shelf import Copy, Room, Shelf
 from .templates import TopicFinder, check_topics
@@ -147,6 +148,19 @@ class PulsarSubscriber:
         if self._admin_url is not None:
             admin = PulsarAdmin(self._admin_url, self._credentials, self._tls)
         return TopicFinder(templates, client, admin)
+
+    async def reread(self, topics: Sequence[str]) -> PulsarHistory:
+        """Read these topics from their first stored message on. Pulsar's client finds topics by a template only for a
+        group, which would stay at the broker: name them.
+        """
+        if templates := [topic for topic in topics if topic_pattern(topic) is not None]:
+            raise ConfigurationError(
+                f"{templates[0]!r}: Pulsar reads topics again by their names, and not by a template: name them, or "
+                "read from the outbox"
+            )
+        await secret_of(self._credentials)
+        client = official.new_client(self._url, self._credentials, self._tls)
+        return PulsarHistory(client, {str(TopicName.parse(topic)): topic for topic in topics})
 
     def spellings(self, topic: str) -> Sequence[str]:
         """All names of this topic, or of the topics of this template."""

@@ -24,6 +24,7 @@ from .connection import DEFAULT_MESSAGE_LIMIT, SMALLEST_MESSAGE_LIMIT, BrokerErr
 from .credentials import Credentials, Tls
 from .entries import Compression, Cut, Cutter
 from .frames import Entry
+from .history import PulsarHistory
 from .names import TopicName, partition_of, spellings
 from .producer import Answers, Producer
 from .subscriber import KINDS, PulsarSubscriber, PulsarSubscription
@@ -407,6 +408,10 @@ class PulsarTransport:
     async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
         """Receive from the same cluster. `PulsarSubscriber` can do more."""
         return await PulsarSubscriber(**self._reading).subscribe(topics, group)
+
+    async def reread(self, topics: Sequence[str]) -> PulsarHistory:
+        """See `PulsarSubscriber.reread`."""
+        return await PulsarSubscriber(**self._reading).reread(topics)
 
     async def redelivery(self, topics: Sequence[str]) -> float | None:
         """How long a broker keeps what was not acknowledged: its time to live, or for ever."""

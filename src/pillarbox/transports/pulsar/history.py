@@ -1,0 +1,90 @@
+"""Reading what Pulsar has kept, without a group: by readers, whose subscriptions are not durable. The broker forgets
+them with the connection, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from ...transport import Message
+from . import official
+from .credentials import said
+
+PAGE = 2_000
+"""Messages that are read at a time."""
+_PATIENCE_MS = 30_000
+"""How long a message may take that the broker says it has."""
+_log = logging.getLogger(__name__)
+
+_Place = tuple[int, int]
+"""The ledger and the entry of a message."""
+
+
+class PulsarHistory:
+    """Some topics, from their first message on."""
+
+    def __init__(self, client: Any, names: Mapping[str, str]) -> None:
+        self._pulsar = official.load()
+        self._client = client
+        self._names = names
+        """Topics as the user calls them, by their full names."""
+        self._readers: dict[str, Any] = {}
+
+    async def pages(self) -> AsyncGenerator[Sequence[Message], None]:
+        try:
+            for topic, reader, end in await asyncio.to_thread(self._open):
+                more = True
+                while more:
+                    page, more = await asyncio.to_thread(self._page, topic, reader, end)
+                    if page:
+                        yield page
+        except self._pulsar.PulsarException as error:
+            raise ConnectionError(f"{', '.join(self._names.values())} cannot be read again: {said(error)}") from None
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._client.shutdown)
+
+    def _open(self) -> list[tuple[str, Any, _Place]]:
+        """The partitions that have messages, each with a reader and the place of its last message."""
+        found = []
+        for name, topic in self._names.items():
+            for partition in self._client.get_topic_partitions(name):
+                end = self._end(partition)
+                if end is not None:
+                    if partition not in self._readers:
+                        self._readers[partition] = self._reader(partition, self._pulsar.MessageId.earliest)
+                    found.append((topic, self._readers[partition], end))
+        return found
+
+    def _end(self, partition: str) -> _Place | None:
+        last = self._reader(partition, self._pulsar.MessageId.latest, start_message_id_inclusive=True)
+        try:
+            return _place(last.read_next(_PATIENCE_MS)) if last.has_message_available() else None
+        finally:
+            last.close()
+
+    def _reader(self, partition: str, start: Any, **options: Any) -> Any:
+        return self._client.create_reader(partition, start, **options)
+
+    def _page(self, topic: str, reader: Any, end: _Place) -> tuple[list[Message], bool]:
+        """Some messages, and whether there may be more up to the end. One that was published after it does no harm."""
+        page: list[Message] = []
+        while reader.has_message_available():
+            found = reader.read_next(_PATIENCE_MS)
+            try:
+                page.append(Message(topic, found.partition_key(), found.data(), found.properties()))
+            except UnicodeDecodeError as error:
+                _log.error("message %s of %s is left out, its key or properties are no text: %s",
+                           found.message_id(), topic, said(error))  # fmt: skip
+            if _place(found) > end:
+                return page, False
+            if len(page) >= PAGE:
+                return page, True
+        return page, False
+
+
+def _place(found: Any) -> _Place:
+    return found.message_id().ledger_id(), found.message_id().entry_id()
