@@ -28,6 +28,27 @@ from .retry import RetryPolicy
 SHARDS = 16
 BUS = "local"
 """The destination of handlers that run in this process."""
+INBOX_DESTINATION = "inbound"
+"""The destination of messages that came in and wait for their consumer."""
+OUTBOUND = "pillarbox_outbox"
+"""The table of the deliveries that leave, to a transport or to a handler."""
+INBOUND = "pillarbox_inbound"
+"""The table of the deliveries that wait for a consumer. It has the same shape, and its lanes work in the same way."""
+TABLES = (OUTBOUND, INBOUND)
+
+
+class Direction(StrEnum):
+    """Which way a delivery goes."""
+
+    OUTBOUND = "outbound"
+    """Out of the service, or to a handler of its own."""
+    INBOUND = "inbound"
+    """To a consumer, which could not take the message when it came."""
+
+    @property
+    def table(self) -> str:
+        """Where its deliveries are."""
+        return INBOUND if self is Direction.INBOUND else OUTBOUND
 
 
 class Status(StrEnum):
@@ -83,8 +104,19 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
     @property
     def needs(self) -> str:
-        """What a relay must have in order to serve it: a transport, or a handler."""
-        return f"{BUS}:{self.topic}" if self.destination == BUS else self.destination
+        """What a relay must have in order to serve it: a transport, a handler, or a consumer."""
+        named = self.destination in (BUS, INBOX_DESTINATION)
+        return f"{self.destination}:{self.topic}" if named else self.destination
+
+    @property
+    def direction(self) -> Direction:
+        """Which way its deliveries go."""
+        return Direction.INBOUND if self.destination == INBOX_DESTINATION else Direction.OUTBOUND
+
+    @property
+    def table(self) -> str:
+        """Where its deliveries are."""
+        return self.direction.table
 
     def check_lanes(self, shard_by: str) -> None:
         """`RouteError` if the lanes of its rows were chosen by something else: new ones would overtake those."""

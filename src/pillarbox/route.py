@@ -20,7 +20,7 @@ from .codec import Codec, Content
 from .context import NO_CONTEXT, check_header
 from .errors import ConfigurationError, HeaderError, PayloadTooLargeError, RouteError, TenancyError
 from .event import EventType, Raised, registry
-from .outbox import BUS, Delivery, FailurePolicy, RouteRecord, shard_of
+from .outbox import BUS, INBOX_DESTINATION, Delivery, FailurePolicy, RouteRecord, shard_of
 from .payload import Plain
 from .retry import RetryPolicy
 from .transport import Capabilities
@@ -174,6 +174,10 @@ def check_transports(transports: Mapping[str, object]) -> None:
     """Refuse what is no transport, before the first message finds out."""
     for name, transport in transports.items():
         where, kind = f"transports[{name!r}]", type(transport).__name__
+        if name == INBOX_DESTINATION:
+            raise ConfigurationError(
+                f"{where}: {name!r} is the name of the consumers' side; call the transport something else"
+            )
         if isinstance(transport, type):
             raise ConfigurationError(f"{where} is a class: give an instance, {transport.__name__}(...)")
         if missing := [each for each in _MEMBERS if not hasattr(transport, each)]:
@@ -239,10 +243,6 @@ class Origin(msgspec.Struct, frozen=True):
     count: int
 
 
-_FOR_EVER = 2**31 - 1
-"""More attempts than anybody will see."""
-
-
 class Router:
     """Turns raised events into deliveries, for the routes and handlers of one box."""
 
@@ -273,11 +273,17 @@ class Router:
         """Deliver these events to a handler of this process, as a route of its own."""
         if handler in self._handlers:
             raise RouteError(f"two handlers are called {handler!r}; give one of them name=...")
-        return self._deliver(handler, kinds, None)
+        return self._deliver(handler, kinds)
 
-    def _deliver(self, handler: str, kinds: Sequence[EventType], retry: RetryPolicy | None) -> Route:
+    def _deliver(
+        self,
+        handler: str,
+        kinds: Sequence[EventType],
+        retry: RetryPolicy | None = None,
+        on_failure: FailurePolicy = FailurePolicy.PARK,
+    ) -> Route:
         names = sorted({kind.name for kind in kinds})
-        route = Route(*names, to=BUS, topic=handler, name=f"{BUS}:{handler}", retry=retry)
+        route = Route(*names, to=BUS, topic=handler, name=f"{BUS}:{handler}", retry=retry, on_failure=on_failure)
         self._handlers[handler] = route
         for name in names:
             self._handled.setdefault(name, []).append(route)
@@ -285,12 +291,11 @@ class Router:
         return route
 
     def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> Route:
-        """Deliver these events, and no others, to a consumer of this process. It decides itself when to give up."""
+        """Deliver these events, and no others, to a consumer of this process."""
         for routes in self._handled.values():
             routes[:] = [route for route in routes if route.topic != consumer]
         self._handlers.pop(consumer, None)
-        endless = RetryPolicy(retry.base, retry.cap, _FOR_EVER)
-        return self._deliver(consumer, kinds, endless)
+        return self._deliver(consumer, kinds, retry, FailurePolicy.SKIP)
 
     def add(self, route: Route) -> None:
         """One more way, which nobody's events go by themselves."""

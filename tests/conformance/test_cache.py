@@ -13,7 +13,6 @@ from redis import asyncio as redis
 from pillarbox import clock
 from pillarbox.cache import Cache, MemoryCache, Ticket
 from pillarbox.caches.redis import RedisCache
-from pillarbox.projections.editions import Editions
 from pillarbox.testing.conformance.cache import CacheContract, World
 
 
@@ -58,14 +57,6 @@ class TestMemoryCache(CacheContract):
     @pytest.fixture
     def world(self, hand: Hand) -> World:
         return MemoryWorld(hand)
-
-
-class TestEditions(CacheContract):
-    @pytest.fixture
-    def world(self, hand: Hand) -> World:
-        world = MemoryWorld(hand)
-        world.cache = Editions(world.cache, Hand)
-        return world
 
 
 class TestRedisCache(CacheContract):

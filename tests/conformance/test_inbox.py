@@ -1,4 +1,4 @@
-"""The inbox and the letters on every database, against the same promises."""
+"""The inbox on every database, against the same promises."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.stores import sqlite
 from pillarbox.stores.inbox import SqlInbox
-from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.tables import inbox, letters
-from pillarbox.testing.conformance.inbox import InboxContract, LettersContract, Transaction, World
+from pillarbox.stores.tables import claims, inbox
+from pillarbox.testing.conformance.inbox import InboxContract, Transaction, World
 from tests.servers import DATABASES, Database, Server, Servers
 
 DRIVERS = [
@@ -29,7 +28,7 @@ class DatabaseWorld(World):
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
         self.inbox = SqlInbox()
-        self.letters = SqlLetters()
+        self.takes_turns = engine.dialect.name == "sqlite"
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         return _transaction(self.engine)
@@ -80,13 +79,9 @@ async def world(
     yield DatabaseWorld(engine)
     async with engine.begin() as connection:
         await connection.execute(delete(inbox))
-        await connection.execute(delete(letters))
+        await connection.execute(delete(claims))
     await engine.dispose()
 
 
 class TestSqlInbox(InboxContract):
     """On every database, and with each driver."""
-
-
-class TestSqlLetters(LettersContract):
-    """The same for letters."""

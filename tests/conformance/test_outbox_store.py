@@ -9,22 +9,34 @@ from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import ColumnElement, Executable, and_, delete, insert, select, text, update
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from pillarbox.outbox import Batch, Delivery, Failure, LaneName, RouteRecord, Status
+from pillarbox.outbox import (
+    INBOUND,
+    OUTBOUND,
+    Batch,
+    Delivery,
+    Direction,
+    Failure,
+    LaneName,
+    RouteRecord,
+    Status,
+    stable_hash,
+)
 from pillarbox.stores import sqlite
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.feed import Feed
+from pillarbox.stores.inspection import VIEWS
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.pgoutput import Streamed
 from pillarbox.stores.queue import QueueStore
-from pillarbox.stores.tables import lanes, meta, metadata, outbox, relays, requests, tenants
+from pillarbox.stores.tables import claims, deliveries, lanes, meta, metadata, relays, requests, tenants
 from pillarbox.testing.conformance.detours import DetourContract
 from pillarbox.testing.conformance.outbox import LEASE, ROUTE, SKIPPING, OutboxStoreContract, World, delivery
-from tests.deliveries import put
+from tests.deliveries import put_in
 from tests.memory.log import MemoryLogStore
 from tests.memory.store import MemoryStore
 from tests.relays import soon
@@ -75,6 +87,7 @@ class DatabaseWorld(World):
     def __init__(self, engine: AsyncEngine, store: LogStore | QueueStore) -> None:
         self.engine = engine
         self.store: LogStore | QueueStore = store
+        self.rows = deliveries[store.table]
 
     async def register(self, *records: RouteRecord) -> int:
         async with self.engine.begin() as connection:
@@ -82,20 +95,27 @@ class DatabaseWorld(World):
 
     async def append(self, deliveries: Sequence[Delivery]) -> None:
         async with self.engine.begin() as connection:
-            await connection.run_sync(self.store.append, deliveries)
+            await self.write(connection, deliveries)
+
+    async def write(self, connection: AsyncConnection, deliveries: Sequence[Delivery]) -> None:
+        """In a transaction of the caller."""
+        await connection.run_sync(self.store.append, deliveries)
+        if self.store.table == INBOUND and deliveries:
+            await connection.execute(insert(claims), [claim_of(row) for row in deliveries])
 
     async def status(self, row: int) -> Status:
         async with self.engine.connect() as connection:
-            found = await connection.execute(text("SELECT status FROM outbox_events WHERE id = :row"), {"row": row})
-            return Status(found.scalar_one())
+            view = VIEWS[Direction.INBOUND if self.store.table == INBOUND else Direction.OUTBOUND].events
+            return Status((await connection.execute(select(view.c.status).where(view.c.id == row))).scalar_one())
 
     async def tamper(self, row: int) -> None:
         async with self.engine.begin() as connection:
-            await connection.execute(update(outbox).where(outbox.c.id == row).values(status=Status.DISCARDED))
+            await connection.execute(update(self.rows).where(self.rows.c.id == row).values(status=Status.DISCARDED))
 
     async def request(self, row: int, action: str, *, body: bytes | None = None, event_id: UUID | None = None) -> int:
         async with self.engine.begin() as connection:
-            found = await connection.execute(select(outbox.c.route, outbox.c.shard).where(outbox.c.id == row))
+            rows = self.rows
+            found = await connection.execute(select(rows.c.route, rows.c.shard).where(rows.c.id == row))
             place = dict(found.one()._mapping)
             made: Any = await connection.execute(
                 insert(requests).values(**place, row_id=row, action=action, event_id=event_id, body=body, audit=0)
@@ -124,6 +144,12 @@ class DatabaseWorld(World):
     async def change(self, statement: Executable) -> None:
         async with self.engine.begin() as connection:
             await connection.execute(statement)
+
+
+def claim_of(row: Delivery) -> dict[str, Any]:
+    """The claim of a message that was spilled."""
+    line = {"consumer": row.route, "line": stable_hash(row.key), "tenant": row.tenant or ""}
+    return {**line, "inbox_id": uuid4(), "delivery": row.event_id, "gate": True}
 
 
 class Counting(Buffer):
@@ -184,6 +210,7 @@ class DatabaseStoreContract(OutboxStoreContract):
     """What stores on a database promise beyond that."""
 
     kind: ClassVar[type[LogStore | QueueStore]]
+    table: ClassVar[str] = OUTBOUND
 
     @pytest.fixture
     def database_kind(self) -> str:
@@ -210,7 +237,7 @@ class DatabaseStoreContract(OutboxStoreContract):
         if is_new:
             async with engine.begin() as connection:
                 await connection.run_sync(migrate)
-        yield DatabaseWorld(engine, self.kind(engine))
+        yield DatabaseWorld(engine, self.kind(engine, self.table))
         async with engine.begin() as connection:
             if engine.dialect.name == "postgresql":
                 await connection.execute(text("TRUNCATE pillarbox_failures, pillarbox_journal"))
@@ -239,7 +266,7 @@ class DatabaseStoreContract(OutboxStoreContract):
         await world.register(ROUTE)
         lane = await self.lane(world)
         async with world.engine.begin() as connection:
-            await connection.run_sync(world.store.append, [delivery("a")])
+            await world.write(connection, [delivery("a")])
             await world.append([delivery("b")])
             [row] = (await world.store.poll(lane, limit=10)).fresh
             lane = await world.store.settle(await world.announce(lane, Batch(items=[row.id]), settle=False))
@@ -307,9 +334,10 @@ class TestQueueStore(DatabaseStoreContract):
         await world.register(SKIPPING)
         await world.append([delivery(key, route=SKIPPING) for key in ("a", "b", *["a"] * 10_001, "b")])
         async with world.engine.begin() as connection:
-            *_, last_dead = await connection.scalars(select(outbox.c.id).order_by(outbox.c.id).limit(2))
-            await connection.run_sync(put, outbox.c.id > last_dead, status=Status.PARKED)
-            await connection.run_sync(put, outbox.c.id <= last_dead, status=Status.FAILED)
+            rows = world.rows
+            *_, last_dead = await connection.scalars(select(rows.c.id).order_by(rows.c.id).limit(2))
+            await connection.run_sync(put_in, rows, rows.c.id > last_dead, status=Status.PARKED)
+            await connection.run_sync(put_in, rows, rows.c.id <= last_dead, status=Status.FAILED)
         lane = await self.lane(world, route=SKIPPING)
         assert {row.key for row in await self.due(world, lane)} == {"a", "b"}
 
@@ -320,6 +348,18 @@ class TestLogStore(DetourContract, DatabaseStoreContract):
     @pytest.fixture(params=["embedded", pytest.param("oldest", marks=pytest.mark.elsewhere)])
     def database_kind(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
+
+
+class TestInboundQueueStore(TestQueueStore):
+    table = INBOUND
+
+    @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.elsewhere) for kind in QUEUES])
+    def database_kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+
+class TestInboundLogStore(TestLogStore):
+    table = INBOUND
 
 
 class TestCdcStore(DetourContract, DatabaseStoreContract):

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection
 
 from pillarbox.cursor import Cursor
-from pillarbox.outbox import Batch, Lane
+from pillarbox.outbox import OUTBOUND, Batch, Lane
 from pillarbox.stores import days, log, look, look_sql, retention
 from pillarbox.stores.announced import encode_detours
 from pillarbox.stores.days import Fate
@@ -264,7 +264,8 @@ async def test_h56_a_lane_with_detours_is_led_to_its_indexes(here: Outbox, detou
     given |= {"xmax": "900", "running": ["800"], "late": ["800"], "done": 1, "snapshot": None, "up_to": 9, "scan": 100}
     given |= {"detour": detour, "passed_over": ["loud"]}
     async with here.engine.connect() as connection:
-        for looks in (look_sql.DIVIDED_POLL, look_sql.DIVIDED_PAGE):
+        questions = look_sql.questions_to(OUTBOUND)
+        for looks in (questions.divided_poll, questions.divided_page):
             for statement in (looks.light, looks.sized):
                 told, names, _ = statement._compile(here.engine.dialect)
                 found = await connection.exec_driver_sql(f"EXPLAIN {told}", tuple(given[name] for name in names))

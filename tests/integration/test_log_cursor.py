@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from pillarbox import clock
 from pillarbox.cursor import Cursor, RowAt, Snapshot, Window, look
-from pillarbox.outbox import Batch, Delivery, Lane, RouteRecord
+from pillarbox.outbox import OUTBOUND, Batch, Delivery, Lane, RouteRecord
 from pillarbox.stores import look as looking
 from pillarbox.stores import look_sql
 from pillarbox.stores.log import LogStore
@@ -267,11 +267,11 @@ def _take_a_full_page_for_the_last_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _look_only_at_what_the_snapshot_lists(patch: pytest.MonkeyPatch) -> None:
-    _replace(patch, "POLL", "o.xid >=", "false AND o.xid >=")
+    _replace(patch, "poll", "o.xid >=", "false AND o.xid >=")
 
 
 def _rebuild_with_the_snapshot_of_now(patch: pytest.MonkeyPatch) -> None:
-    _replace(patch, "BETWEEN", "CAST(CAST(:snapshot AS text) AS pg_snapshot)", "pg_current_snapshot()")
+    _replace(patch, "between", "CAST(CAST(:snapshot AS text) AS pg_snapshot)", "pg_current_snapshot()")
 
 
 def _replace(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
@@ -283,7 +283,8 @@ def _replace(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
         assert old in statement.text
         return text(statement.text.replace(old, new))
 
-    patch.setattr(look_sql, name, changed(getattr(look_sql, name)))
+    questions = look_sql.questions_to(OUTBOUND)
+    patch.setattr(questions, name, changed(getattr(questions, name)))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.cli import partitions as cli
 from pillarbox.errors import DuplicateEventError, StoreError
-from pillarbox.outbox import Batch, Delivery, Failure, Status, stable_hash
+from pillarbox.outbox import OUTBOUND, Batch, Delivery, Failure, Status, stable_hash
 from pillarbox.stores import days, inspection, operations, partitions, retention, server, sqlite, store_on
 from pillarbox.stores.days import Fate, Survey
 from pillarbox.stores.inspection import Filter
@@ -189,7 +189,7 @@ class TestPartition:
         ]
         await yard.drain()
         assert sorted(yard.sent) == ["a", "a", "a", "b", "c", "c"]
-        assert await yard.ask(server.id_cache) == 1
+        assert await yard.ask(server.id_cache, OUTBOUND) == 1
         (entry,) = await yard.ask(inspection.audit_trail)
         assert (entry.who, entry.action, entry.target) == (ANNA.who, "partition", "the outbox, by days")
 

@@ -13,7 +13,8 @@ from sqlalchemy import Connection
 
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Failure
+from pillarbox.outbox import OUTBOUND, Batch, Failure
+from pillarbox.outbox import TABLES as DELIVERIES
 from pillarbox.stores import rebase as module
 from pillarbox.stores.rebase import Survey, forget, rebase, survey
 from pillarbox.stores.trail import Author
@@ -41,11 +42,12 @@ class Places:
         self._fresh = fresh
         self._elsewhere = elsewhere
         self._made = 0
+        self.table = OUTBOUND
 
     async def source(self) -> tuple[Outbox, str]:
         database = self._fresh("embedded")
         assert isinstance(database.server, Postgres)
-        source = await self._stack.enter_async_context(outbox(database.url()))
+        source = await self._stack.enter_async_context(outbox(database.url(), self.table))
         await source.set_up()
         return source, database.server.address(database.name)
 
@@ -61,8 +63,8 @@ class Places:
                 connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
                 connection.execute(f"CREATE DATABASE {name}")
             address = self._elsewhere.replace("@/postgres?", f"@/{name}?", 1)
-        copy = await self._stack.enter_async_context(outbox(address.replace("postgresql:", "postgresql+asyncpg:", 1)))
-        return copy, address
+        url = address.replace("postgresql:", "postgresql+asyncpg:", 1)
+        return await self._stack.enter_async_context(outbox(url, self.table)), address
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ async def make_history(source: Outbox, stack: AsyncExitStack, *, paging: bool) -
 async def ask_to_discard(source: Outbox, event: str) -> None:
     await source.do(
         "INSERT INTO pillarbox_requests (route, shard, row_id, action, audit) "
-        f"SELECT route, shard, id, 'discard', 0 FROM pillarbox_outbox WHERE body = '{event}'"
+        f"SELECT route, shard, id, 'discard', 0 FROM {source.table} WHERE body = '{event}'"
     )
 
 
@@ -138,7 +140,11 @@ async def run(copy: Outbox, *, new_install_id: bool = False) -> Survey:
 
 @pytest.mark.parametrize("where", ["the same server", "elsewhere"])
 @pytest.mark.parametrize("paging", [True, False], ids=["late batch", "fresh batch"])
-async def test_h107_a_restored_dump_goes_on_where_the_source_was(places: Places, where: str, paging: bool) -> None:
+@pytest.mark.parametrize("table", DELIVERIES)
+async def test_h107_a_restored_dump_goes_on_where_the_source_was(
+    places: Places, where: str, paging: bool, table: str
+) -> None:
+    places.table = table
     source, address = await places.source()
     await source.burn()
     async with AsyncExitStack() as stack:

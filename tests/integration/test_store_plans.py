@@ -17,11 +17,11 @@ from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_cursor
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Failure, Lane, Status
+from pillarbox.outbox import OUTBOUND, Batch, Direction, Failure, Lane, Status
 from pillarbox.stores import operations, rebase, sqlite, store_on
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.identity import renew
-from pillarbox.stores.inspection import Filter, lead_to_indexes, unsent
+from pillarbox.stores.inspection import VIEWS, Filter, lead_to_indexes
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.overview import backlog
@@ -33,6 +33,7 @@ from tests.conftest import FreshDatabase
 from tests.deliveries import put
 from tests.relays import soon
 
+unsent = VIEWS[Direction.OUTBOUND].unsent
 _ANALYZE = {"postgresql": "ANALYZE pillarbox_outbox", "sqlite": "ANALYZE"}
 _EXPLAIN = {"postgresql": "EXPLAIN", "sqlite": "EXPLAIN QUERY PLAN"}
 _CURSORS: dict[str, Any] = {"postgresql": AsyncAdapt_asyncpg_cursor, "sqlite": AsyncAdapt_aiosqlite_cursor}
@@ -206,14 +207,14 @@ async def test_h117_a_turn_in_the_log_is_led_to_the_right_index(  # noqa: PLR091
         for statement, parameters in statements:
             if statement.lstrip().startswith("INSERT INTO pillarbox_outbox"):
                 continue  # these are writers
-            if "pillarbox_unsent" in statement:
+            if "_unsent" in statement:
                 await connection.run_sync(lead_to_indexes)
             found = await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
             plan = [str(row[-1]) for row in found]
             scans = [(line, after) for line, after in pairwise(plan) if "on pillarbox_outbox" in line]
             for line, condition in scans:
                 assert "Seq Scan" not in line, "\n".join((statement, *plan))
-                if "pillarbox_unsent" in statement:
+                if "_unsent" in statement:
                     continue  # it counts what is in lanes, of both kinds
                 needed = r"\bxid\b" if "status" not in condition else r"\b(event_)?id\b"
                 assert re.search(needed, condition), "\n".join((statement, *plan))
@@ -232,7 +233,7 @@ async def test_h117_foreign_numbers_are_found_by_an_index(fresh_database: FreshD
     page = {"event": str(UUID(int=0)), "route": 0, "version": 0, "oldest": "3", "limit": 2_000}
     async with engine.connect() as connection:
         await connection.execute(rebase._IN_ORDER)
-        found = await connection.execute(text(f"EXPLAIN {rebase._FORGET.text}"), page)
+        found = await connection.execute(text(f"EXPLAIN {rebase._EACH[OUTBOUND].forget.text}"), page)
         plan = "\n".join(row[0] for row in found)
     assert re.search(r"Limit .*\n +-> +Index Scan using uq_pillarbox_outbox_event", plan), plan
     assert "Seq Scan" not in plan, plan
@@ -310,7 +311,7 @@ async def test_h123_a_run_of_requests_goes_through_all_deliveries_once(fresh_dat
     store, _ = await _alone(fresh_database, *(f"k{index}" for index in range(30)))
     selection = operations.Selection(operations.Action.DISCARD, Filter(route=ROUTE.name))
     run = operations.Run()
-    with _recorded(store._engine, of="outbox_events") as statements:
+    with _recorded(store._engine, of="pillarbox_outbound_events") as statements:
         for _ in range(3):
             async with store._engine.begin() as connection:
                 run = await connection.run_sync(operations.request, selection, Author("anna", "a flood"), run, 10)

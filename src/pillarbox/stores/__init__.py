@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigurationError, MissingExtraError
-from ..outbox import Appends, LaneStore, OutboxStore
+from ..outbox import OUTBOUND, Appends, LaneStore, OutboxStore
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -31,15 +31,15 @@ class SqlStore(LaneStore, OutboxStore, Appends, Protocol):
         ...
 
 
-def store_on(engine: AsyncEngine) -> LogStore | QueueStore:
-    """The store for a database: a log on PostgreSQL, a queue elsewhere."""
+def store_on(engine: AsyncEngine, table: str = OUTBOUND) -> LogStore | QueueStore:
+    """The store for one of the tables of deliveries: a log on PostgreSQL, a queue elsewhere."""
     if engine.dialect.name == "postgresql":
         from .log import LogStore  # noqa: PLC0415  others need not load it
 
-        return LogStore(engine)
+        return LogStore(engine, table)
     from .queue import QueueStore  # noqa: PLC0415  as above
 
-    return QueueStore(engine)
+    return QueueStore(engine, table)
 
 
 def streaming_on(

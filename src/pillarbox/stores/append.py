@@ -14,11 +14,12 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..cursor import Cursor
 from ..errors import DuplicateEventError, NotMigratedError, StoreError
-from ..outbox import Delivery, FailurePolicy, RouteRecord
+from ..outbox import OUTBOUND, Delivery, FailurePolicy, RouteRecord
 from ..retry import RetryPolicy
 from .columns import from_now
 from .statement import FixedStatement
-from .tables import lanes, meta, outbox, routes
+from .tables import deliveries as tables
+from .tables import lanes, meta, routes
 
 _COLUMNS = ("event_id", "event_type", "route", "shard", "schema_version", "topic", "key", "tenant", "headers", "body")
 _ARRAYS = ("uuid", "text", "bigint", "integer", "integer", "text", "text", "text", "text", "bytea")
@@ -28,7 +29,8 @@ _ROWS_PER_STATEMENT = 100
 class Appender:
     """`Appends` on a relational database."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: str = OUTBOUND) -> None:
+        self.table = table
         self._inserts: dict[tuple[str, str, int], FixedStatement] = {}
 
     def register(self, connection: Connection, records: Iterable[RouteRecord]) -> int:
@@ -70,7 +72,7 @@ class Appender:
                 for start in range(0, len(deliveries), _ROWS_PER_STATEMENT):
                     self._append_values(connection, deliveries[start : start + _ROWS_PER_STATEMENT])
         except IntegrityError as error:
-            if not any(sign in str(error.orig) for sign in ("uq_pillarbox_outbox_event", "pillarbox_outbox.event_id")):
+            if not any(sign in str(error.orig) for sign in (f"uq_{self.table}_event", f"{self.table}.event_id")):
                 raise
             known = ", ".join(sorted({str(row.event_id) for row in deliveries}))
             raise DuplicateEventError(f"one of these events was written by an earlier transaction: {known}") from error
@@ -95,7 +97,8 @@ class Appender:
         key = (dialect.name, dialect.driver, rows)
         statement = self._inserts.get(key)
         if statement is None:
-            statement = self._inserts[key] = _values_insert(dialect, rows) if rows else _array_insert(dialect)
+            insertion = _values_insert(self.table, dialect, rows) if rows else _array_insert(self.table, dialect)
+            statement = self._inserts[key] = insertion
         return statement
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
@@ -154,24 +157,22 @@ def _values(row: Delivery) -> tuple[Any, ...]:
     return (*values, msgspec.json.encode(headers).decode(), body)
 
 
-def _values_insert(dialect: Dialect, count: int) -> FixedStatement:
-    parameters = [(f"{name}_{index}", outbox.c[name].type) for index in range(count) for name in _COLUMNS]
+def _values_insert(name: str, dialect: Dialect, count: int) -> FixedStatement:
+    table = tables[name]
+    parameters = [(f"{column}_{index}", table.c[column].type) for index in range(count) for column in _COLUMNS]
     rows = [
-        {name: bindparam(f"{name}_{index}", type_=outbox.c[name].type) for name in _COLUMNS} for index in range(count)
+        {column: bindparam(f"{column}_{index}", type_=table.c[column].type) for column in _COLUMNS}
+        for index in range(count)
     ]
-    return FixedStatement(insert(outbox).inline().values(rows), dialect, parameters)
+    return FixedStatement(insert(table).inline().values(rows), dialect, parameters)
 
 
-def _array_insert(dialect: Dialect) -> FixedStatement:
-    return FixedStatement(_ARRAY_INSERT, dialect, [(name, None) for name in _COLUMNS])
-
-
-_ARRAY_INSERT = text(
-    f"INSERT INTO pillarbox_outbox ({', '.join(_COLUMNS)}) "  # noqa: S608  constants
-    f"SELECT {', '.join(f'CAST({name} AS json)' if name == 'headers' else name for name in _COLUMNS)} FROM unnest("
-    + ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in zip(_COLUMNS, _ARRAYS, strict=True))
-    + f") AS t({', '.join(_COLUMNS)})"
-)
+def _array_insert(table: str, dialect: Dialect) -> FixedStatement:
+    read = ", ".join(f"CAST({column} AS json)" if column == "headers" else column for column in _COLUMNS)
+    arrays = ", ".join(f"CAST(:{column} AS {kind}[])" for column, kind in zip(_COLUMNS, _ARRAYS, strict=True))
+    names = ", ".join(_COLUMNS)
+    insertion = f"INSERT INTO {table} ({names}) SELECT {read} FROM unnest({arrays}) AS t({names})"  # noqa: S608
+    return FixedStatement(text(insertion), dialect, [(column, None) for column in _COLUMNS])
 
 
 def insert_missing(connection: Connection, table: Any, rows: list[dict[str, Any]]) -> None:

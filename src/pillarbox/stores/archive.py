@@ -104,7 +104,7 @@ _FETCH = text(
     LEFT JOIN pillarbox_routes r ON r.id = o.route
     LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
     CROSS JOIN LATERAL (
-        SELECT v.status, v.attempts, v.sent_at, v.batch, v.last_error FROM outbox_events v
+        SELECT v.status, v.attempts, v.sent_at, v.batch, v.last_error FROM pillarbox_outbound_events v
         WHERE v.raised_event_id = o.event_id AND v.id = o.id LIMIT 1
     ) v
     ORDER BY w.place

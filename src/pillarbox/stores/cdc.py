@@ -16,12 +16,12 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from .. import telemetry
-from ..outbox import LaneName
+from ..outbox import OUTBOUND, LaneName
 from ..telemetry import SILENT, Signals
-from . import look_sql as sql
 from .buffer import Buffer
 from .log import LogStore
 from .look import RowReader
+from .look_sql import Looks
 
 _LOOK = 2
 
@@ -40,6 +40,7 @@ class _StreamReader(RowReader):
     at_a_glance = False
 
     def __init__(self, buffer: Buffer, signals: Signals) -> None:
+        super().__init__(OUTBOUND)
         self._buffer = buffer
         self._signals = signals
 
@@ -47,16 +48,16 @@ class _StreamReader(RowReader):
         if (span := self._span(parameters)) is None:
             found = super().glance(connection, parameters)
             return found if _told(found)[1] is not None else self._read(found, parameters)
-        found = sql.GLANCES_AT_PLACES[bool(parameters["running"])].fetch(connection, parameters | span)
+        found = self.questions.glances_at_places[bool(parameters["running"])].fetch(connection, parameters | span)
         if _told(found)[1] is not None:  # a late row: there will be a closer look
             return found
         return self._filled(connection, found, parameters) or super().glance(connection, parameters)
 
-    def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
+    def look(self, connection: Connection, looks: Looks, parameters: dict[str, Any]) -> Sequence[Any]:
         if (span := self._span(parameters)) is None:
             return self._read(super().look(connection, looks, parameters), parameters)
         found = looks.places.fetch(connection, parameters | span)
-        if looks is sql.POLL and _told(found)[1] > parameters["limit"]:  # then they are paged through
+        if looks is self.questions.poll and _told(found)[1] > parameters["limit"]:  # then they are paged through
             return found
         return self._filled(connection, found, parameters) or super().look(connection, looks, parameters)
 
@@ -89,7 +90,7 @@ class _StreamReader(RowReader):
                 streamed.add(row.id)
         if lacking := [place[1] for place in places if place[1] not in at_hand]:
             parts = {place[1]: place[0] for place in places}
-            for values in sql.NAMED.fetch(connection, parameters | {"ids": lacking}):
+            for values in self.questions.named.fetch(connection, parameters | {"ids": lacking}):
                 at_hand[values[0]] = (parts[values[0]], *values)
         filled, total = list[tuple[Any, ...]](), 0
         for place in places:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from sqlalchemy import Connection, text
 
 from ..clock import time_of
+from ..outbox import OUTBOUND
 from .partitions import Layout, Part, layout, waits_briefly
 from .retention import BEHIND, OLD, Scope, Stretch, alone, by_journal, guard
 
@@ -60,11 +61,12 @@ def survey(connection: Connection, scope: Scope, places: Sequence[Stretch]) -> S
     fates = [_fate(connection, part, scope, places) for part in over]
     ranges = [*found.gaps()]
     ranges += [(it.part.first, it.part.last) for it in fates if it.stay and _is_late(it.part, scope)]
-    within = [
+    within = [place for place in places if place.table != OUTBOUND]
+    within += [
         replace(place, first=max(place.first, first), last=min(place.last, last))
         for place in places
         for first, last in sorted(ranges)
-        if max(place.first, first) < min(place.last, last)
+        if place.table == OUTBOUND and max(place.first, first) < min(place.last, last)
     ]
     return Survey(found, fates, within)
 

@@ -23,6 +23,7 @@ from sqlalchemy import Connection, func, select
 from ..cursor import RowAt
 from ..errors import StoreError
 from ..outbox import Ahead, Failure, FailurePolicy, Key, Lane, Row, Status
+from .claims import Claims
 from .tables import failures as book
 from .tables import requests
 
@@ -96,12 +97,14 @@ class Book(NamedTuple):
 class Failures:
     """What the owner of a lane knows and writes about its failed rows, in one transaction."""
 
-    def __init__(self, connection: Connection, lane: Lane) -> None:
+    def __init__(self, connection: Connection, lane: Lane, table: str) -> None:
         self.lane = lane
+        self.table = table
         self.connection = connection
         self.place = place(lane)
         self._known: dict[int, Known] = {}
         self._book = self.statements()
+        self._claims = Claims(connection, lane, table)
         self._touched: dict[Key, int] = {}
         """Keys whose first row may be another one now, each with one of its rows."""
 
@@ -181,6 +184,8 @@ class Failures:
             key = self._known[row].key
             written.append(Written(row, key.tenant, key.key, status, attempts, failure.retry_after, failure.error))
         self._write(written)
+        if self.lane.route.on_failure is FailurePolicy.SKIP:
+            self._claims.gate([it.row for it in written if it.status is Status.FAILED], gate=False)
 
     def park(self, rows: Sequence[int], batch: Collection[int]) -> None:
         """These rows go behind a failed one of their key."""
@@ -212,6 +217,7 @@ class Failures:
 
     def unpark_skipped(self) -> None:
         """The route may have parked rows behind dead ones until it was told to skip these: wake them."""
+        self._claims.open_gates()
         waits = (book.c.route == self.lane.route.id, book.c.shard == self.lane.shard, book.c.status == Status.PARKED)
         one_of_each = select(book.c.tenant, book.c.key, func.min(book.c.row_id)).where(*waits)
         found = self.connection.execute(one_of_each.group_by(book.c.tenant, book.c.key)).all()
@@ -276,7 +282,9 @@ class Failures:
     # -- what people ask for -------------------------------------------------------------------------------------------
 
     def carry_out(self, following: Lane, ids: Sequence[int]) -> None:
-        """Do what was asked, in that order. A row that is being sent keeps its request."""
+        """Do what was asked, in that order. A row that is being sent keeps its request. What took effect already is
+        tried again, whatever was asked: that settles it, and nothing else.
+        """
         if not ids:
             return
         here = (requests.c.route == self.lane.route.id, requests.c.shard == self.lane.shard)
@@ -285,7 +293,8 @@ class Failures:
         ).all()
         known = self.know(request.row_id for request in found)
         asked = [it for it in found if it.row_id not in known or not self.is_sending(known[it.row_id], following)]
-        for action, run in groupby(asked, key=attrgetter("action")):
+        gone = self._claims.gone(request.row_id for request in asked)
+        for action, run in groupby(asked, key=lambda it: "redrive" if it.row_id in gone else it.action):
             if action == "edit":
                 for request in run:
                     self._edit(request.row_id, request.event_id, request.body)
@@ -294,8 +303,10 @@ class Failures:
             if action == "redrive":
                 self._do(self._book.redrive, ids=rows)
                 self.changed(rows)
+                self._claims.gate(rows, gate=True)
             elif action == "discard":
                 self._discard(following, rows)
+                self._claims.drop(rows)
         if asked:
             self._do(self._book.forget, ids=[request.id for request in asked])
         self._touched |= {known[it.row_id].key: it.row_id for it in asked if it.row_id in known}
@@ -316,13 +327,16 @@ class Failures:
         found = self._ask(self._book.redone, ids=[row])
         if not found:  # somebody has deleted the row by hand
             return
-        if self._ask(self._book.taken, event_id=event_id, schema_version=found[0][-1]):
-            return  # this very edit perhaps: asked twice, it is done once
         old = row_of(found[0])
-        headers = {**old.headers, "event_id": str(event_id), "original_event_id": str(old.event_id)}
+        headers = dict(old.headers)
+        if event_id != old.event_id:  # what has come in stays the event that it is
+            if self._ask(self._book.taken, event_id=event_id, schema_version=found[0][-1]):
+                return  # this very edit perhaps: asked twice, it is done once
+            headers |= {"event_id": str(event_id), "original_event_id": str(old.event_id)}
         told = msgspec.json.encode(headers).decode()
         self._do(self._book.edit, row_id=row, event_id=event_id, body=body, headers=told)
         self.changed([row])
+        self._claims.gate([row], gate=True)
 
 
 def place(lane: Lane) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The inbox on a relational database, and the table of those who have one.
 
 The rows are inserted before anything is asked: whoever asks first and inserts afterwards lets the same message through
-twice. What was refused as a duplicate is read afterwards, to be compared. Rows go in sorted by their event ids, so that
-two batches with the same messages wait for each other, and never each for the other.
+twice. What was refused as a duplicate is read afterwards, to be compared, and the gates are asked for again, by a new
+statement. Rows go in sorted by their event ids, so that two batches with the same messages wait for each other, and
+never each for the other.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, bindparam, delete, select, text, update
+from sqlalchemy import Connection, and_, bindparam, delete, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from ..errors import BeingSwappedError, StoreError
-from ..inbox import Admission, Arrival
+from ..errors import StoreError
+from ..inbox import Admission, Admitted, Arrival, Claim, Spill
 from ..outbox import stable_hash
 from .append import explained, insert_missing
 from .columns import from_now
+from .tables import claims as claims_table
 from .tables import consumers as consumers_table
 from .tables import inbox
 
@@ -35,30 +37,58 @@ class SqlInbox:
     """`Inbox` on PostgreSQL, MariaDB/MySQL and SQLite."""
 
     def admit(
-        self, connection: Connection, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
-    ) -> Sequence[Admission]:
+        self,
+        connection: Connection,
+        consumer: int,
+        tenant: str | None,
+        arrivals: Sequence[Arrival],
+        *,
+        claims: int = 0,
+        lines: Collection[int] = (),
+    ) -> Admitted:
         first: dict[UUID, Arrival] = {}
         for arrival in arrivals:
             first.setdefault(arrival.event_id, arrival)
         if not first:
-            return ()
-        place = {"consumer": consumer, "tenant": tenant or ""}
-        write = _write_mysql if connection.dialect.name in ("mysql", "mariadb") else _write
+            return Admitted(())
+        place = {"consumer": consumer, "tenant": tenant or "", "claims": claims, "lines": [*lines]}
         with explained():
-            seen = write(connection, place, [*first.values()])
+            seen, gated = _WRITE[connection.dialect.name](connection, place, [*first.values()])
         if not seen and len(first) == len(arrivals):
-            return [Admission.NEW] * len(arrivals)
-        return admissions(seen, arrivals)
+            return Admitted([Admission.NEW] * len(arrivals), gated)
+        return Admitted(admissions(seen, arrivals), gated)
 
-    def forget(self, connection: Connection, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
-        gone = delete(inbox).where(
-            inbox.c.consumer == consumer,
-            inbox.c.tenant == (tenant or ""),
-            inbox.c.event_id == arrival.event_id,
-            inbox.c.schema_version == arrival.schema_version,
-            inbox.c.digest == arrival.digest,
+    def spill(self, connection: Connection, claims: int, tenant: str | None, spills: Sequence[Spill]) -> None:
+        rows = [
+            {
+                "consumer": claims,
+                "line": spill.claim.line,
+                "inbox_id": spill.claim.inbox_id,
+                "tenant": tenant or "",
+                "delivery": spill.delivery,
+                "gate": spill.gate,
+                "refused": spill.refused,
+            }
+            for spill in sorted(spills, key=lambda spill: (spill.claim.line, spill.claim.inbox_id.int))
+        ]
+        with explained():
+            connection.execute(insert(claims_table), rows)
+
+    def redeem(self, connection: Connection, claims: int, claim: Claim) -> tuple[bool, str | None]:
+        this = and_(
+            claims_table.c.consumer == claims,
+            claims_table.c.line == claim.line,
+            claims_table.c.inbox_id == claim.inbox_id,
         )
-        return connection.execute(gone).rowcount == 1
+        found = connection.execute(select(claims_table.c.refused).where(this).with_for_update(nowait=True)).first()
+        if found is None:
+            return False, None
+        connection.execute(delete(claims_table).where(this))
+        return True, found.refused
+
+    def has_claims(self, connection: Connection, claims: int) -> bool:
+        any_of_it = select(claims_table.c.line).where(claims_table.c.consumer == claims).limit(1)
+        return connection.scalar(any_of_it) is not None
 
     def prune(self, connection: Connection, consumer: int, older_than: timedelta, limit: int) -> int:
         # The moment is a value, and no expression: an index serves no condition that could change from row to row.
@@ -78,70 +108,45 @@ def admissions(seen: Mapping[UUID, Seen], arrivals: Sequence[Arrival]) -> list[A
         before = found.setdefault(arrival.event_id, this)
         if before is this:
             answers.append(Admission.NEW)
-        elif before[0] != this[0]:
-            answers.append(Admission.OTHER_VERSION)
-        elif before[1] != this[1]:
+        elif before[0] == this[0] and before[1] != this[1]:
             answers.append(Admission.ALTERED)
         else:
             answers.append(Admission.DUPLICATE)
     return answers
 
 
-# -- PostgreSQL and SQLite ---------------------------------------------------------------------------------------------
+_Written = tuple[Mapping[UUID, Seen], Collection[int]]
+"""What was there before, and the lines that are gated."""
 
 
-def _write(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> dict[UUID, Seen]:
-    """Insert what is new, in one statement; what was there before comes back."""
-    postgres = connection.dialect.name == "postgresql"
-    new = (_insert_postgres if postgres else _insert_sqlite)(connection, place, arrivals)
-    if new is None:
-        return {}
-    refused = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in new}
-    ids = [*refused] if postgres else json.dumps([event_id.hex for event_id in refused])
-    stored = _seen(connection.execute(_STORED_ARRAY if postgres else _STORED_JSON, {**place, "event_ids": ids}).all())
-    # What was pruned in between had been dealt with: it is taken for what has come now.
-    return {event_id: stored.get(event_id, (each.schema_version, each.digest)) for event_id, each in refused.items()}
+# -- PostgreSQL --------------------------------------------------------------------------------------------------------
 
 
-def _insert_postgres(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]
-) -> Collection[UUID] | None:
-    """The ids that were new; None if all were."""
-    if len(arrivals) == 1:
-        [one] = arrivals
-        given = {"event_id": one.event_id, "version": one.schema_version, "digest": one.digest}
-        return None if connection.execute(_INSERT_ONE, {**place, **given}).first() else ()
+def _write_postgres(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
+    """Insert what is new, and ask for the gates, in one statement."""
     arrays = {
         "event_ids": [arrival.event_id for arrival in arrivals],
         "versions": [arrival.schema_version for arrival in arrivals],
         "digests": [arrival.digest for arrival in arrivals],
     }
-    number, new = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
-    return None if number == len(arrivals) else {*(new or ())}
-
-
-def _insert_sqlite(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]
-) -> Collection[UUID] | None:
-    """The same. JSON has no bytes: the digests, which are all of one length, come as one value."""
-    rows = json.dumps([(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals])
-    digests = b"".join(arrival.digest for arrival in arrivals)
-    new = connection.scalars(_INSERT_JSON, {**place, "rows": rows, "digests": digests}).all()
-    return None if len(new) == len(arrivals) else {UUID(event_id) for event_id in new}
-
-
-def _seen(rows: Sequence[Any]) -> dict[UUID, Seen]:
-    return {UUID(str(event_id)): (version, bytes(digest)) for event_id, version, digest in rows}
+    number, new, gated = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
+    if number == len(arrivals):
+        return {}, gated
+    # Who refused a row may have committed after our statement began, and a claim with it: only a new one sees that.
+    if place["lines"]:
+        gated = connection.execute(_GATED_ARRAY, place).scalar_one()
+    missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in {*(new or ())}}
+    return _seen(connection.execute(_STORED_ARRAY, {**place, "event_ids": [*missing]}).all(), missing), gated
 
 
 _KEY = "consumer, tenant, event_id"
 _COLUMNS = f"{_KEY}, schema_version, digest"
-_INSERT_ONE = text(f"""
-INSERT INTO pillarbox_inbox ({_COLUMNS})
-VALUES (CAST(:consumer AS bigint), CAST(:tenant AS text), CAST(:event_id AS uuid), CAST(:version AS integer),
-        CAST(:digest AS bytea))
-ON CONFLICT DO NOTHING RETURNING schema_version
-""")  # noqa: S608  constants
+# A line may have many claims, and few that gate: an index has only those.
+_GATED = """
+    ARRAY(SELECT l.line FROM unnest(CAST(:lines AS bigint[])) AS l(line)
+          WHERE (SELECT c.gate FROM pillarbox_claims c
+                 WHERE c.consumer = CAST(:claims AS bigint) AND c.line = l.line AND c.gate LIMIT 1))"""
+_GATED_ARRAY = text(f"SELECT {_GATED}")
 # One text for any number of rows, with few parameters: drivers prepare it once, and no limit of theirs is near. The ids
 # come back only if some are missing.
 _INSERT_ARRAYS = text(f"""
@@ -153,14 +158,7 @@ WITH written AS (
     ORDER BY t.event_id
     ON CONFLICT DO NOTHING RETURNING event_id
 )
-SELECT count(*), CASE WHEN count(*) < CAST(:count AS bigint) THEN array_agg(event_id) END FROM written
-""")  # noqa: S608  constants
-_INSERT_JSON = text(f"""
-INSERT INTO pillarbox_inbox ({_COLUMNS})
-SELECT :consumer, :tenant, json_extract(t.value, '$[0]'), json_extract(t.value, '$[1]'),
-       substr(:digests, 1 + 16 * t.key, 16)
-FROM json_each(:rows) AS t WHERE true
-ON CONFLICT DO NOTHING RETURNING event_id
+SELECT count(*), CASE WHEN count(*) < CAST(:count AS bigint) THEN array_agg(event_id) END, {_GATED} FROM written
 """)  # noqa: S608  constants
 # One row at a time, by the whole key: whatever PostgreSQL believes of the table, the primary key is the best way then.
 _STORED_ARRAY = text("""
@@ -172,18 +170,53 @@ CROSS JOIN LATERAL (
     LIMIT 1
 ) i
 """)
+
+# -- SQLite ------------------------------------------------------------------------------------------------------------
+
+
+def _write_sqlite(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
+    """The same. JSON has no bytes: the digests, which are all of one length, come as one value."""
+    rows = json.dumps([(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals])
+    digests = b"".join(arrival.digest for arrival in arrivals)
+    lines = json.dumps(place["lines"])
+    new = {UUID(found) for found in connection.scalars(_INSERT_JSON, {**place, "rows": rows, "digests": digests})}
+    gated = connection.scalars(_GATED_JSON, {**place, "lines": lines}).all() if place["lines"] else ()
+    missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in new}
+    if not missing:
+        return {}, gated
+    ids = json.dumps([event_id.hex for event_id in missing])
+    return _seen(connection.execute(_STORED_JSON, {**place, "event_ids": ids}).all(), missing), gated
+
+
+_INSERT_JSON = text(f"""
+INSERT INTO pillarbox_inbox ({_COLUMNS})
+SELECT :consumer, :tenant, json_extract(t.value, '$[0]'), json_extract(t.value, '$[1]'),
+       substr(:digests, 1 + 16 * t.key, 16)
+FROM json_each(:rows) AS t WHERE true
+ON CONFLICT DO NOTHING RETURNING event_id
+""")  # noqa: S608  constants
+_GATED_JSON = text("""
+SELECT l.value FROM json_each(:lines) l
+WHERE EXISTS (SELECT 1 FROM pillarbox_claims c WHERE c.consumer = :claims AND c.line = l.value AND c.gate)
+""")
 _STORED_JSON = text("""
 SELECT event_id, schema_version, digest FROM pillarbox_inbox
 WHERE consumer = :consumer AND tenant = :tenant AND event_id IN (SELECT value FROM json_each(:event_ids))
 """)
 
 
+def _seen(rows: Sequence[Any], refused: Mapping[UUID, Arrival]) -> dict[UUID, Seen]:
+    stored = {UUID(str(event_id)): (version, bytes(digest)) for event_id, version, digest in rows}
+    # What was pruned in between had been handled: it is taken for what has come now.
+    return {event_id: stored.get(event_id, (each.schema_version, each.digest)) for event_id, each in refused.items()}
+
+
 # -- MariaDB and MySQL -------------------------------------------------------------------------------------------------
 
 
-def _write_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> dict[UUID, Seen]:
-    """Insert what is new; what was there before comes back. MySQL cannot say which rows of a statement it has left out,
-    so it must refuse all of them; it then takes back what the statement has done.
+def _write_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
+    """Insert what is new. MySQL cannot say which rows of a statement it has left out, so it must refuse all of them; it
+    then takes back what the statement has done.
     """
     left = sorted(arrivals, key=lambda arrival: arrival.event_id.int)
     seen: dict[UUID, Seen] = {}
@@ -202,7 +235,7 @@ def _write_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Seq
         current = not found
         seen |= found
         left = [arrival for arrival in left if arrival.event_id not in found]
-    return seen
+    return seen, connection.scalars(_GATED_MYSQL, place).all() if place["lines"] else ()
 
 
 def _insert_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> None:
@@ -224,7 +257,19 @@ def _stored_mysql(
         inbox.c.tenant == place["tenant"],
         inbox.c.event_id.in_([arrival.event_id for arrival in arrivals]),
     )
-    return _seen(connection.execute(stored.with_for_update(read=True) if current else stored).all())
+    rows = connection.execute(stored.with_for_update(read=True) if current else stored).all()
+    return {event_id: (version, bytes(digest)) for event_id, version, digest in rows}
+
+
+_GATED_MYSQL = text("""
+SELECT DISTINCT line FROM pillarbox_claims WHERE consumer = :claims AND line IN :lines AND gate
+""").bindparams(bindparam("lines", expanding=True))
+_WRITE = {
+    "postgresql": _write_postgres,
+    "sqlite": _write_sqlite,
+    "mysql": _write_mysql,
+    "mariadb": _write_mysql,
+}
 
 
 def _number(error: DBAPIError) -> Any:
@@ -234,17 +279,32 @@ def _number(error: DBAPIError) -> Any:
 
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
-_OLD = "consumer = :consumer AND at < :before ORDER BY at LIMIT :limit"
-# PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
-_PLACES = f"SELECT ctid FROM pillarbox_inbox WHERE at > '-infinity' AND {_OLD}"  # noqa: S608  constants
-_BY_PLACE = f"ctid = ANY (ARRAY({_PLACES}))"
-_BY_KEY = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {_OLD})"  # noqa: S608  constants
+_HAS_NO_CLAIM = "NOT EXISTS (SELECT 1 FROM pillarbox_claims c WHERE c.inbox_id = pillarbox_inbox.event_id)"
+
+
+def _deletes(these: str) -> dict[str, str]:
+    """Statements that delete the rows which a condition with a limit finds."""
+    # PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
+    places = f"SELECT ctid FROM pillarbox_inbox WHERE at > '-infinity' AND {these}"  # noqa: S608  constants
+    by_key = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {these})"  # noqa: S608  constants
+    found = {"postgresql": f"ctid = ANY (ARRAY({places}))", "sqlite": by_key, "mysql": these, "mariadb": these}
+    return {dialect: f"DELETE FROM pillarbox_inbox WHERE {rows}" for dialect, rows in found.items()}  # noqa: S608
+
+
 _PRUNE = {
-    dialect: text(f"DELETE FROM pillarbox_inbox WHERE {old}").bindparams(  # noqa: S608  constants
-        bindparam("before", type_=inbox.c.at.type)
-    )
-    for dialect, old in (("postgresql", _BY_PLACE), ("mysql", _OLD), ("mariadb", _OLD), ("sqlite", _BY_KEY))
+    dialect: text(statement).bindparams(bindparam("before", type_=inbox.c.at.type))
+    for dialect, statement in _deletes(
+        f"consumer = :consumer AND at < :before AND {_HAS_NO_CLAIM} ORDER BY at LIMIT :limit"
+    ).items()
 }
+_FORGET = {dialect: text(statement) for dialect, statement in _deletes("consumer = :consumer LIMIT :limit").items()}
+
+
+def forget(connection: Connection, consumer: int, limit: int) -> int:
+    """Delete up to ``limit`` rows of a generation that is not the live one; how many they were. No claim is about them:
+    what waits belongs to the live one.
+    """
+    return int(connection.execute(_FORGET[connection.dialect.name], {"consumer": consumer, "limit": limit}).rowcount)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -260,12 +320,11 @@ class ConsumerRecord(msgspec.Struct, frozen=True):
     topics: tuple[str, ...]
     generation: int
     handled: int
-    """All messages that have ever taken effect, letters that were redriven included."""
+    """All messages that have ever taken effect, those that waited in a lane included."""
     last_event_id: UUID | None
     last_occurred_at: datetime | None
     lag: float | None
     """Seconds."""
-    held: int
     seen_at: datetime | None
     """When a process of it last said something."""
     updated_at: datetime
@@ -295,7 +354,6 @@ def report_position(
     last_event_id: UUID | None,
     last_occurred_at: datetime | None,
     lag: float | None,
-    held: int,
 ) -> None:
     """Say how many messages more were dealt with, and which was the last; None leaves the last one as it was."""
     table = consumers_table
@@ -304,7 +362,6 @@ def report_position(
         "last_event_id": table.c.last_event_id if last_event_id is None else last_event_id,
         "last_occurred_at": table.c.last_occurred_at if last_occurred_at is None else last_occurred_at,
         "lag": lag,
-        "held": held,
         "seen_at": from_now(),
     }
     connection.execute(update(table).where(table.c.id == stable_hash(name)).values(values))
@@ -337,32 +394,20 @@ def read_committed(connection: Connection) -> None:
 
 
 def hold_generation(connection: Connection, name: str) -> int:
-    """The generation of a projection, which nobody changes before the end of this transaction. `BeingSwappedError`
-    while it is being put in the place of another one.
-    """
+    """The generation of a projection, which no rebuild changes before the end of this transaction."""
     this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
     # Beside it, others may hold it and may write how far they have come.
-    found = int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
-    if found < 0:
-        raise BeingSwappedError(
-            f"projection {name} is being swapped for its generation {-found}: in a moment it goes on; if that lasts, a "
-            "rebuild has died just then, and another one mends it"
-        )
-    return found
+    return int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
 
 
 def generation_of(connection: Connection, name: str) -> int:
-    """The generation of a projection; below 0 if its table is being put in the place of another one, or was when
-    somebody died.
-    """
+    """The generation of a projection."""
     this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
     return int(connection.execute(this).scalar_one())
 
 
 def set_generation(connection: Connection, name: str, generation: int) -> None:
-    """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such. Below 0, it
-    is the mark that the table of that generation is being put in its place, and nobody can hold it.
-    """
+    """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such."""
     this = consumers_table.c.id == stable_hash(name)
     connection.execute(select(consumers_table.c.id).where(this).with_for_update())
     changed = update(consumers_table).where(this).values(generation=generation, updated_at=from_now())

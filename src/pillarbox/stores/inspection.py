@@ -1,4 +1,6 @@
-"""The outbox as people see it: questions to the view ``outbox_events``, and to the trail of what people did.
+"""Deliveries as people see them: questions to the views of them, and to the trail of what people did.
+
+Each direction has its table and its views, and its own ids.
 
 Nothing here changes anything. All values are bound; filters by key and tenant compare bytes, as the store does. Ages
 and leases are told by the database's clock.
@@ -16,24 +18,27 @@ from uuid import UUID
 
 from sqlalchemy import (
     BigInteger,
-    Column,
     ColumnElement,
     Connection,
     Row,
+    Select,
     and_,
     bindparam,
     column,
+    exists,
     func,
     or_,
     select,
     table,
     text,
+    true,
 )
 from sqlalchemy.types import TypeEngine
 
-from ..outbox import FailurePolicy, RouteRecord, Status, stable_hash
+from ..outbox import BUS, INBOX_DESTINATION, Direction, FailurePolicy, RouteRecord, Status, stable_hash
 from .columns import Utc, from_now
-from .tables import audit, failures, outbox, requests
+from .tables import audit, claims, consumers, failures, outbox, requests, routes
+from .tables import deliveries as tables
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
 """The patterns of event names that one SQL condition can express: those of routes, without ``*`` before ``**``."""
@@ -44,6 +49,8 @@ class Summary:
     """A delivery in one line."""
 
     id: int
+    """Within its direction."""
+    direction: Direction
     event_id: UUID
     event_type: str
     route: str | None
@@ -80,6 +87,9 @@ class Details(Summary):
     payload: str | None = None
 
 
+ANY_CONSUMER = "*"
+
+
 @dataclass(frozen=True, slots=True)
 class Filter:
     """Which deliveries are wanted; None does not restrict."""
@@ -92,6 +102,9 @@ class Filter:
     key: str | None = None
     older_than: float | None = None
     """Seconds since it was written, at least."""
+    direction: Direction | None = None
+    consumer: str | None = None
+    """Whose deliveries; `ANY_CONSUMER`: of all consumers."""
 
     def __str__(self) -> str:
         given = {name: value for name, value in asdict(self).items() if value is not None}
@@ -102,6 +115,7 @@ class Filter:
 class Group:
     """The deliveries of a route that share a status."""
 
+    direction: Direction
     route: str | None
     status: Status
     count: int
@@ -144,47 +158,84 @@ _COLUMN_TYPES: dict[str, TypeEngine[Any]] = {
     "sent_at": Utc(),
     "headers": outbox.c.headers.type,
 }
-events = table(
-    "outbox_events",
-    *(column(each.name, _COLUMN_TYPES.get(each.name)) for each in fields(Details)),
-    column("raised_event_id", outbox.c.event_id.type),
-)
-unsent = table(
-    "pillarbox_unsent",
-    *(
-        column(name, outbox.c[name].type)
-        for name in ("id", "event_id", "event_type", "route", "shard", "tenant", "key", "status", "created_at")
-    ),
-)
-"""What is still to be sent, or was discarded. PostgreSQL finds it without a look at all that was ever written."""
+_UNSENT = ("id", "event_id", "event_type", "route", "shard", "tenant", "key", "status", "created_at")
 
 
-def deliveries(
-    connection: Connection, wanted: Filter, *, after: int, limit: int, also: Sequence[ColumnElement[bool]] = ()
+class View:
+    """The deliveries of one direction."""
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.rows = tables[direction.table]
+        self.events = table(
+            f"pillarbox_{direction}_events",
+            *(column(each.name, _COLUMN_TYPES.get(each.name)) for each in fields(Details)),
+            column("raised_event_id", outbox.c.event_id.type),
+        )
+        self.unsent = table(f"pillarbox_{direction}_unsent", *(column(name, outbox.c[name].type) for name in _UNSENT))
+        """What is still to be sent, or was discarded. PostgreSQL finds it without a look at all that was ever
+        written."""
+        goes_in = routes.c.destination == INBOX_DESTINATION
+        claimed = exists().where(claims.c.delivery == self.events.c.raised_event_id)
+        self.has_route: ColumnElement[bool] = goes_in if direction is Direction.INBOUND else ~goes_in
+        """Whether the deliveries of a route go this way."""
+        self.waits: ColumnElement[bool] = claimed if direction is Direction.INBOUND else true()
+        """Whether one is still to take effect. A message that has come in has a claim as long as it waits; its lane may
+        hear of its effect a little later."""
+
+
+VIEWS = {direction: View(direction) for direction in Direction}
+
+
+def views(direction: Direction | None) -> list[View]:
+    """The view of a direction, or all of them: what goes out comes first."""
+    return [VIEWS[each] for each in Direction if direction in (None, each)]
+
+
+def deliveries(connection: Connection, wanted: Filter, *, after: int, limit: int) -> list[Summary]:
+    """The deliveries that match: what goes out, then what has come in, each in the order of their ids. It begins after
+    an id of the direction that is wanted, or else of the first one.
+    """
+    found: list[Summary] = []
+    for view in views(wanted.direction):
+        found += page(connection, view, conditions_for(wanted, view), after=after, limit=limit - len(found))
+        after = 0
+    return found
+
+
+def page(
+    connection: Connection, view: View, conditions: Sequence[ColumnElement[bool]], *, after: int, limit: int
 ) -> list[Summary]:
-    """The deliveries that match, in the order of their ids, from the first one after ``after``."""
-    columns = [events.c[each.name] for each in fields(Summary)]
-    conditions = (events.c.id > after, *conditions_for(wanted), *also)
-    found = select(*columns).where(*conditions).order_by(events.c.id).limit(limit)
+    """The deliveries of one direction that match, from the first one after an id."""
+    columns = [view.events.c[each.name] for each in fields(Summary)]
+    found = select(*columns).where(view.events.c.id > after, *conditions).order_by(view.events.c.id).limit(limit)
     return [Summary(**_values(row)) for row in connection.execute(found)]
 
 
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
-    """All deliveries of one event."""
-    columns = [events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
-    found = select(*columns).where(of_events(connection, [event_id])).order_by(events.c.id)
-    return [Details(**_values(row)) for row in connection.execute(found)]
-
-
-def of_events(connection: Connection, ids: Collection[UUID]) -> ColumnElement[bool]:
-    """The deliveries of these events. An edit gives a delivery another id than its row has, and only the row's is found
-    by an index.
+    """All deliveries of one event. What has come in is found by the id of its row, and while it waits by that of its
+    event, too.
     """
+    found: list[Details] = []
+    for view in VIEWS.values():
+        columns = [view.events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
+        these = select(*columns).where(of_events(connection, [event_id], view)).order_by(view.events.c.id)
+        found += [Details(**_values(row)) for row in connection.execute(these)]
+    return found
+
+
+def of_events(connection: Connection, ids: Collection[UUID], view: View) -> ColumnElement[bool]:
+    """The deliveries of these events. An edit gives a delivery another id than its row has, and only the row's is found
+    by an index. What comes in gets an id of its own.
+    """
+    if view.direction is Direction.INBOUND:
+        waiting = connection.scalars(select(claims.c.delivery).where(claims.c.inbox_id.in_(ids)))
+        return view.events.c.raised_event_id.in_([*ids, *waiting])
     if connection.dialect.name == "postgresql":
         edited = connection.scalars(_EDITED_IN_LOG, {"ids": [*ids]}).all()
     else:
         edited = connection.scalars(_EDITED, {"ids": [*ids]}).all()
-    return and_(events.c.event_id.in_(ids), events.c.raised_event_id.in_([*ids, *edited]))
+    return and_(view.events.c.event_id.in_(ids), view.events.c.raised_event_id.in_([*ids, *edited]))
 
 
 _EDITED = (
@@ -206,16 +257,19 @@ _EDITED_IN_LOG = text(
 """There an id alone has no index."""
 
 
-def statistics(connection: Connection) -> list[Group]:
+def statistics(connection: Connection, direction: Direction | None = None) -> list[Group]:
     """How many deliveries each route has in each status, and since when, by the database's clock."""
     do_not_compile(connection)
     now = database_time(connection)
-    oldest = func.min(events.c.created_at)
-    grouped = select(events.c.route, events.c.status, func.count(), oldest).group_by(events.c.route, events.c.status)
-    return [
-        Group(route, Status(status), count, since, max(0.0, (now - since).total_seconds()))
-        for route, status, count, since in connection.execute(grouped.order_by(events.c.route, events.c.status))
-    ]
+    found = []
+    for view in views(direction):
+        what = (view.events.c.route, view.events.c.status)
+        grouped = select(*what, func.count(), func.min(view.events.c.created_at)).group_by(*what).order_by(*what)
+        found += [
+            Group(view.direction, route, Status(status), count, since, max(0.0, (now - since).total_seconds()))
+            for route, status, count, since in connection.execute(grouped)
+        ]
+    return found
 
 
 def lead_to_indexes(connection: Connection) -> None:
@@ -248,6 +302,7 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
     blocking = [Status.RETRYING, Status.PARKED]
     if route.on_failure is FailurePolicy.PARK:
         blocking.append(Status.FAILED)
+    unsent = VIEWS[delivery.direction].unsent
     tenant = unsent.c.tenant
     first = (
         select(unsent.c.event_id, unsent.c.id)
@@ -262,11 +317,13 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
         return None
     of_row = and_(failures.c.route == route.id, failures.c.shard == delivery.shard, failures.c.row_id == row.id)
     event_id = connection.scalar(select(failures.c.event_id).where(of_row)) or row.event_id  # it may be an edit
-    return next((each for each in deliveries_of(connection, event_id, payload=False) if each.id == row.id), None)
+    found = deliveries_of(connection, event_id, payload=False)
+    return next((each for each in found if (each.direction, each.id) == (delivery.direction, row.id)), None)
 
 
 def pending_before(connection: Connection, delivery: Details) -> int:
     """How many deliveries of its lane go before it."""
+    unsent = VIEWS[delivery.direction].unsent
     ahead = select(func.count()).where(
         unsent.c.route == stable_hash(delivery.route or ""),
         unsent.c.shard == delivery.shard,
@@ -282,8 +339,15 @@ def body_of(connection: Connection, delivery: Details) -> bytes:
     here = select(failures.c.body).where(failures.c.row_id == delivery.id, is_edited)
     if (edited := connection.scalars(here).first()) is not None:
         return bytes(edited)
-    same = and_(outbox.c.event_id == delivery.event_id, outbox.c.id == delivery.id)
-    return bytes(connection.execute(select(outbox.c.body).where(same)).scalar_one())
+    rows = VIEWS[delivery.direction].rows
+    same = and_(rows.c.event_id == delivery.event_id, rows.c.id == delivery.id)
+    return bytes(connection.execute(select(rows.c.body).where(same)).scalar_one())
+
+
+def took_effect(connection: Connection, delivery: Details) -> bool:
+    """Whether a message that has come in is dealt with already, though its lane may not know it yet."""
+    claim = select(claims.c.line).where(claims.c.delivery == delivery.event_id).limit(1)
+    return delivery.direction is Direction.INBOUND and connection.execute(claim).first() is None
 
 
 # -- what people did ---------------------------------------------------------------------------------------------------
@@ -317,21 +381,22 @@ def discarded_by(connection: Connection, delivery: Details) -> list[AuditEntry]:
 
 
 def _covers(connection: Connection, details: Mapping[str, Any], delivery: Details) -> bool:
-    first, last = details.get("rows", (1, 0))
+    first, last = details.get("rows", {}).get(delivery.direction, (1, 0))
     if not first <= delivery.id <= last:
         return False
     # What the status was then, nobody knows any more.
     wanted = Filter(**details.get("filter", {}) | {"status": None})
-    same = (of_events(connection, [delivery.event_id]), events.c.id == delivery.id)
-    return connection.execute(select(events.c.id).where(*same, *conditions_for(wanted))).first() is not None
+    view = VIEWS[delivery.direction]
+    same = (of_events(connection, [delivery.event_id], view), view.events.c.id == delivery.id)
+    return connection.execute(select(view.events.c.id).where(*same, *conditions_for(wanted, view))).first() is not None
 
 
-def open_requests(connection: Connection, rows: Collection[int]) -> list[OpenRequest]:
-    """What people want done with these deliveries, in the order in which it will be done."""
+def open_requests(connection: Connection, delivery: Summary) -> list[OpenRequest]:
+    """What people want done with a delivery, in the order in which it will be done."""
     found = (
         select(requests.c.row_id, requests.c.action, requests.c.event_id, requests.c.audit, audit.c.who, audit.c.at)
         .join(audit, audit.c.id == requests.c.audit)
-        .where(requests.c.row_id.in_(rows))
+        .where(requests.c.row_id == delivery.id, requests.c.route == stable_hash(delivery.route or ""))
         .order_by(requests.c.id)
     )
     return [OpenRequest(*row) for row in connection.execute(found)]
@@ -343,31 +408,42 @@ def _entry(row: Mapping[Any, Any]) -> AuditEntry:
     return AuditEntry(**values)
 
 
-def conditions_for(wanted: Filter) -> list[ColumnElement[bool]]:
-    """The filter, as conditions on the view."""
-    conditions: list[ColumnElement[bool]] = []
+def conditions_for(wanted: Filter, view: View) -> list[ColumnElement[bool]]:
+    """The filter, as conditions on the deliveries of one direction."""
+    events, conditions = view.events, list[ColumnElement[bool]]()
     if wanted.status is not None:
         conditions.append(events.c.status == wanted.status)
     if wanted.route is not None:
         conditions.append(events.c.route == wanted.route)
     if wanted.type is not None:
-        conditions += _of_type(wanted.type)
+        conditions += _of_type(events.c.event_type, wanted.type)
     if wanted.tenant is not None:
-        conditions.append(_is(outbox.c.tenant, wanted.tenant))
+        conditions.append(_is(view, "tenant", wanted.tenant))
     if wanted.key is not None:
-        conditions.append(_is(outbox.c.key, wanted.key))
+        conditions.append(_is(view, "key", wanted.key))
+    if wanted.consumer is not None:
+        conditions.append(events.c.route.in_(_routes_of(wanted.consumer)))
     if wanted.older_than is not None:
         conditions.append(events.c.created_at < from_now(-wanted.older_than))
     return conditions
 
 
-def _is(exact: Column[Any], value: object) -> ColumnElement[bool]:
+def _routes_of(consumer: str) -> Select[tuple[str]]:
+    """The names of the routes that lead to a consumer: what came in, and what it takes from the outbox itself."""
+    to_consumers = or_(
+        routes.c.destination == INBOX_DESTINATION,
+        and_(routes.c.destination == BUS, routes.c.topic.in_(select(consumers.c.name))),
+    )
+    found = select(routes.c.name).where(to_consumers)
+    return found if consumer == ANY_CONSUMER else found.where(routes.c.topic == consumer)
+
+
+def _is(view: View, exact: str, value: object) -> ColumnElement[bool]:
     """Ask the table: the view is for people's eyes, and some databases compare text by its meaning."""
-    return events.c.id.in_(select(outbox.c.id).where(exact == value))
+    return view.events.c.id.in_(select(view.rows.c.id).where(view.rows.c[exact] == value))
 
 
-def _of_type(pattern: str) -> list[ColumnElement[bool]]:
-    name = events.c.event_type
+def _of_type(name: ColumnElement[str], pattern: str) -> list[ColumnElement[bool]]:
     like = name.like(pattern.replace("_", "/_").replace("**", "%").replace("*", "%"), escape="/")
     if pattern.endswith("**"):
         return [like]
@@ -377,7 +453,7 @@ def _of_type(pattern: str) -> list[ColumnElement[bool]]:
 
 def _values(row: Row[Any]) -> dict[str, Any]:
     values = dict(row._mapping)
-    values["status"] = Status(values["status"])
+    values |= {"status": Status(values["status"]), "direction": Direction(values["direction"])}
     if isinstance(values.get("headers"), str):
         values["headers"] = json.loads(values["headers"])
     return values

@@ -40,7 +40,7 @@ from sqlalchemy.exc import DBAPIError
 from .. import clock
 from ..cursor import Cursor
 from ..errors import LeaseLostError, StoreError
-from ..outbox import Announcement, Census, FailurePolicy, Key, Lane, LaneName, Shards, Status, Trouble
+from ..outbox import INBOUND, Announcement, Census, FailurePolicy, Key, Lane, LaneName, Shards, Status, Trouble
 from ..redaction import redacted
 from .announced import decode_detours
 from .append import route_record
@@ -63,6 +63,8 @@ class Leases(Turns):
 
     failures: type[Failures]
     """The failure book, as the store keeps it."""
+    table: str
+    """Where the deliveries of its lanes are."""
 
     async def census(self) -> Census:
         return await self.ask_apart(_census)
@@ -73,7 +75,7 @@ class Leases(Turns):
         taken = await self.change_apart(self._take, relay, lease, wanted, shards)
         unready: list[Lane] = []
         for lane in taken:
-            if lane.waiting and lane.route.on_failure is FailurePolicy.SKIP:
+            if lane.route.on_failure is FailurePolicy.SKIP and (lane.waiting or self.table == INBOUND):
                 try:
                     await self.transaction(self._unpark_skipped, lane)
                 except Exception as error:
@@ -97,7 +99,11 @@ class Leases(Turns):
 
     def _unpark_skipped(self, connection: Connection, lane: Lane) -> None:
         confirm(connection, lane)
-        self.failures(connection, lane).unpark_skipped()
+        self.book(connection, lane).unpark_skipped()
+
+    def book(self, connection: Connection, lane: Lane) -> Failures:
+        """The failure book of one lane, in one transaction."""
+        return self.failures(connection, lane, self.table)
 
     async def renew(
         self,

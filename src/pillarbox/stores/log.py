@@ -23,13 +23,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..cursor import Cursor, Window
 from ..errors import LaneHaltedError, StoreError
-from ..outbox import Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
+from ..outbox import OUTBOUND, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from . import log_sql as sql
 from .announced import Contents, contents_of, encode_detours, moved, position, settled, settled_at
 from .append import Appender
 from .leases import Leases, confirm, fenced, lease_lost, stored
 from .log_failures import LogFailures
-from .look import FILTERED, Found, Look, Looked, Room, RowReader, glance_for, look_at, poll, question_of, rebuild, side
+from .look import FILTERED, Found, Look, Looked, Room, RowReader, look_at, poll, question_of, rebuild, side
 from .origin import COPY
 from .schema import SCHEMA_VERSION
 
@@ -44,16 +44,16 @@ class LogStore(Appender, Leases):
 
     failures = LogFailures
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        Appender.__init__(self)
+    def __init__(self, engine: AsyncEngine, table: str = OUTBOUND) -> None:
+        Appender.__init__(self, table)
         Leases.__init__(self, engine)
         self._warned = False
-        self._rows = RowReader()
+        self._rows = RowReader(table)
         self._places: dict[LaneName, str] = {}
         """Where we have left the rows of lanes, on the disk."""
 
     def _take(self, connection: Connection, *arguments: Any) -> list[Lane]:
-        guards = connection.execute(sql.GUARDS).one()
+        guards = connection.execute(sql.guards(self.table)).one()
         if guards.standby:
             raise StoreError("this server is a standby: relays need the primary")
         taken = super()._take(connection, *arguments)
@@ -72,8 +72,8 @@ class LogStore(Appender, Leases):
             raise StoreError(FILTERED)
         if cache != 1:
             raise StoreError(
-                f"the ids of pillarbox_outbox are drawn {cache} at a time, so keys would lose their order: "
-                "ALTER TABLE pillarbox_outbox ALTER COLUMN id SET CACHE 1"
+                f"the ids of {self.table} are drawn {cache} at a time, so keys would lose their order: "
+                f"ALTER TABLE {self.table} ALTER COLUMN id SET CACHE 1"
             )
         if not self._warned and (fsync != "on" or synchronous == "off"):
             logger.warning(
@@ -85,7 +85,7 @@ class LogStore(Appender, Leases):
         self._warned = True
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
-        return await self.autocommit(_ready, sorted(routes), relay)
+        return await self.autocommit(_ready, self.table, sorted(routes), relay)
 
     async def poll(
         self,
@@ -119,14 +119,14 @@ class LogStore(Appender, Leases):
         if start.paging is not None:
             return None, None
         question = question_of(start, lane, room)
-        return Looked(start, room.limit, None).glance(await self.fetch(glance_for(question), question))
+        return Looked(start, room.limit, None).glance(await self.fetch(self._rows.glance_for(question), question))
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
         parted = {**(lane.detours or {}), **{it: lane.cursor for it in tenants if it not in (lane.detours or ())}}
         return await self.transaction(_divide, lane, parted)
 
     async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        return await self.transaction(_join, lane, tenants)
+        return await self.transaction(self._join, lane, tenants)
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
         lane.check_announced(wanted=settle)
@@ -134,7 +134,7 @@ class LogStore(Appender, Leases):
         if not (_redone(lane) or skipped or batch.failures or batch.parked or batch.requests):
             await self._write_at_once(lane, following, batch.cursor, relaxed=batch.relaxed)
             return following
-        return await self.transaction(_announce, lane, following, batch, skipped)
+        return await self.transaction(self._announce, lane, following, batch, skipped)
 
     async def amend(
         self,
@@ -147,7 +147,7 @@ class LogStore(Appender, Leases):
         if failures or parked or attempts:
             if lane.announced is None:
                 raise StoreError("there is no announced batch to amend")
-            return await self.transaction(_amend, lane, failures, parked, attempts or {})
+            return await self.transaction(self._amend, lane, failures, parked, attempts or {})
         if lane.announced is not None:
             await self.transaction(confirm, lane)
         elif not await self._is_ours(lane):  # nothing depends on it but whether we go on, so nothing is written
@@ -160,10 +160,10 @@ class LogStore(Appender, Leases):
         if not _redone(lane):
             await self._write_at_once(lane, following)
             return following
-        return await self.transaction(_settle, lane, following)
+        return await self.transaction(self._settle, lane, following)
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        return await self.autocommit(rebuild, lane)
+        return await self.autocommit(rebuild, self.table, lane)
 
     async def _is_ours(self, lane: Lane) -> bool:
         was_announced = stored(lane.announced)["announced"]
@@ -201,9 +201,84 @@ class LogStore(Appender, Leases):
             raise lease_lost(lane)
         self._places[lane.name] = found[0][0]
 
+    # -- in a transaction ----------------------------------------------------------------------------------------------
 
-def _ready(connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:
-    return frozenset(LaneName(*row) for row in connection.execute(sql.READY, {"routes": routes, "relay": relay}))
+    def _announce(
+        self, connection: Connection, lane: Lane, following: Lane, batch: Batch, skipped: tuple[int, ...]
+    ) -> Lane:
+        if batch.cursor is not None and connection.execute(sql.SERVER).scalar_one() != batch.cursor.server:
+            raise lease_lost(lane)
+        _write(connection, lane, following)
+        if skipped and following.announced is None:
+            detour = None if batch.cursor is None else batch.cursor.detour
+            connection.execute(sql.JOURNAL, _entry(following, skipped, detour))
+        failures = self.book(connection, lane)
+        failures.settle()
+        failures.fail(batch.failures, skipped)
+        failures.park(batch.parked, skipped)
+        failures.carry_out(following, batch.requests)
+        return failures.after(following)
+
+    def _settle(self, connection: Connection, lane: Lane, following: Lane) -> Lane:
+        _write(connection, lane, following)
+        failures = self.book(connection, lane)
+        failures.settle()
+        return failures.after(following)
+
+    def _join(self, connection: Connection, lane: Lane, tenants: Collection[str]) -> Lane:
+        detours = lane.detours or {}
+        arrived = {it for it in tenants if it in detours and self._has_arrived(connection, lane, it)}
+        if not arrived:
+            return lane
+        return _divide(connection, lane, {tenant: at for tenant, at in detours.items() if tenant not in arrived})
+
+    def _has_arrived(self, connection: Connection, lane: Lane, detour: str) -> bool:
+        """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for
+        it.
+        """
+        main, at = settled_at(lane), settled_at(lane, detour)
+        while main.has_passed(at):
+            found = look_at(connection, lane, detour, Room(_AT_ONCE, 1_048_576, RowReader(self.table)))
+            if found.rows:
+                return False
+            if not found.passed:
+                return True
+            lane = moved(lane, detour, at := found.look.window.dealt_with(found.look.discarded))
+        return False
+
+    def _amend(
+        self,
+        connection: Connection,
+        lane: Lane,
+        failures: Sequence[Failure],
+        parked: Sequence[int],
+        attempts: Mapping[int, int],
+    ) -> Lane:
+        contents, announced = contents_of(lane), lane.announced
+        if contents is None or announced is None:
+            raise StoreError("there is no announced batch to amend")
+        rows = {*(failure.row for failure in failures), *parked}
+        book = self.book(connection, lane)
+        known = book.know([*rows, *attempts])
+        batch = {row for row in (*rows, *attempts) if row in known and contents.holds(known[row].ahead, lane)}
+        if strange := [row for row in attempts if row not in batch]:
+            raise StoreError(f"row {strange[0]} is not in the announced batch of lane {lane}")
+        again = {row: count for row, count in attempts.items() if row in contents.redo}
+        counted = contents.attempts | {row: count for row, count in attempts.items() if row not in again}
+        changed = replace(contents, out=tuple(sorted({*contents.out, *rows})), attempts=counted)
+        amended = replace(announced, details={**announced.details, **msgspec.to_builtins(changed, str_keys=True)})
+        if rows:
+            left = [(number, row.id) for number, row in rebuild(connection, self.table, lane) if row.id not in rows]
+            amended = replace(amended, count=len(left), digest=digest(left))
+        fenced(connection, lane, **stored(amended))
+        book.count_attempts(again)
+        book.fail(failures, batch, contents.attempts)
+        book.park(parked, batch)
+        return book.after(replace(lane, announced=amended))
+
+
+def _ready(connection: Connection, table: str, routes: list[int], relay: str | None) -> frozenset[LaneName]:
+    return frozenset(LaneName(*row) for row in connection.execute(sql.ready(table), {"routes": routes, "relay": relay}))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -292,21 +367,6 @@ def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -
     }
 
 
-def _announce(connection: Connection, lane: Lane, following: Lane, batch: Batch, skipped: tuple[int, ...]) -> Lane:
-    if batch.cursor is not None and connection.execute(sql.SERVER).scalar_one() != batch.cursor.server:
-        raise lease_lost(lane)
-    _write(connection, lane, following)
-    if skipped and following.announced is None:
-        detour = None if batch.cursor is None else batch.cursor.detour
-        connection.execute(sql.JOURNAL, _entry(following, skipped, detour))
-    failures = LogFailures(connection, lane)
-    failures.settle()
-    failures.fail(batch.failures, skipped)
-    failures.park(batch.parked, skipped)
-    failures.carry_out(following, batch.requests)
-    return failures.after(following)
-
-
 def _write(connection: Connection, lane: Lane, following: Lane) -> None:
     fenced(
         connection,
@@ -322,13 +382,6 @@ def _write(connection: Connection, lane: Lane, following: Lane) -> None:
         connection.execute(sql.JOURNAL, _entry(lane))
 
 
-def _settle(connection: Connection, lane: Lane, following: Lane) -> Lane:
-    _write(connection, lane, following)
-    failures = LogFailures(connection, lane)
-    failures.settle()
-    return failures.after(following)
-
-
 def _divide(connection: Connection, lane: Lane, detours: Mapping[str, Cursor]) -> Lane:
     """Change who has a detour. That is a batch without rows, so a successor of ours cannot take it for another one."""
     if lane.announced is not None:
@@ -336,54 +389,3 @@ def _divide(connection: Connection, lane: Lane, detours: Mapping[str, Cursor]) -
     following = replace(lane, batch=lane.batch + 1, tries=0, detours=detours)
     _write(connection, lane, following)
     return following
-
-
-def _join(connection: Connection, lane: Lane, tenants: Collection[str]) -> Lane:
-    detours = lane.detours or {}
-    arrived = {it for it in tenants if it in detours and _has_arrived(connection, lane, it)}
-    if not arrived:
-        return lane
-    return _divide(connection, lane, {tenant: at for tenant, at in detours.items() if tenant not in arrived})
-
-
-def _has_arrived(connection: Connection, lane: Lane, detour: str) -> bool:
-    """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for it."""
-    main, at = settled_at(lane), settled_at(lane, detour)
-    while main.has_passed(at):
-        found = look_at(connection, lane, detour, Room(_AT_ONCE, 1_048_576, RowReader()))
-        if found.rows:
-            return False
-        if not found.passed:
-            return True
-        lane = moved(lane, detour, at := found.look.window.dealt_with(found.look.discarded))
-    return False
-
-
-def _amend(
-    connection: Connection,
-    lane: Lane,
-    failures: Sequence[Failure],
-    parked: Sequence[int],
-    attempts: Mapping[int, int],
-) -> Lane:
-    contents, announced = contents_of(lane), lane.announced
-    if contents is None or announced is None:
-        raise StoreError("there is no announced batch to amend")
-    rows = {*(failure.row for failure in failures), *parked}
-    book = LogFailures(connection, lane)
-    known = book.know([*rows, *attempts])
-    batch = {row for row in (*rows, *attempts) if row in known and contents.holds(known[row].ahead, lane)}
-    if strange := [row for row in attempts if row not in batch]:
-        raise StoreError(f"row {strange[0]} is not in the announced batch of lane {lane}")
-    again = {row: count for row, count in attempts.items() if row in contents.redo}
-    counted = contents.attempts | {row: count for row, count in attempts.items() if row not in again}
-    changed = replace(contents, out=tuple(sorted({*contents.out, *rows})), attempts=counted)
-    amended = replace(announced, details={**announced.details, **msgspec.to_builtins(changed, str_keys=True)})
-    if rows:
-        left = [(number, row.id) for number, row in rebuild(connection, lane) if row.id not in rows]
-        amended = replace(amended, count=len(left), digest=digest(left))
-    fenced(connection, lane, **stored(amended))
-    book.count_attempts(again)
-    book.fail(failures, batch, contents.attempts)
-    book.park(parked, batch)
-    return book.after(replace(lane, announced=amended))

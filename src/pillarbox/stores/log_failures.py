@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from msgspec.structs import astuple
@@ -35,66 +36,30 @@ def first_of_its_key(parks: str = _PARKS) -> str:
         ORDER BY b.row_id LIMIT 1)"""  # noqa: S608  constants
 
 
-def _delivery_of(failures: str) -> str:
+def _delivery_of(failures: str, table: str) -> str:
     """Failures with what their rows hold, or what a person has put in its place."""
     return f"""
         SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
                CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
                f.attempts, f.status, o.schema_version
         FROM ({failures}) f CROSS JOIN LATERAL (
-            SELECT o.* FROM pillarbox_outbox o WHERE {FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
+            SELECT o.* FROM {table} o WHERE {FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
         ) o"""  # noqa: S608  constants
 
 
-_HEADS = text(
-    sized(
-        _delivery_of(
-            f"""
-            SELECT f.* FROM pillarbox_failures f
-            WHERE {_FAILURE} AND {DUE} AND {_NOT_SENDING}
-              AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[]))) AND {first_of_its_key()}
-            ORDER BY f.available_at LIMIT :limit"""  # noqa: S608  constants
-        ),
-        f"{ROW}, attempts, status",
-    )
-)
-"""Rows that are due and the first of their key."""
-
-_FOLLOWERS = text(
-    sized(
-        _delivery_of(
-            f"""
-            SELECT f.row_id, f.event_id, f.headers, f.body, f.attempts,
-                   CASE WHEN f.status = 'PARKED' OR ({DUE}) THEN 'due' ELSE f.status END AS status
-            FROM pillarbox_failures f
-            WHERE {_FAILURE} AND f.key = :key AND f.row_id > :after AND {_WAITING} AND {_NOT_SENDING}
-              AND {_blocks("f", "CAST(:tenant AS text)")}
-            ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
-        ),
-        f"{ROW}, attempts, status",
-    )
-)
-"""The waiting rows of a key behind a row of it, with 'due' if they may follow."""
-
-REDONE = text(
-    f"SELECT {ROW}, attempts, schema_version FROM ("  # noqa: S608  constants
-    + _delivery_of(
-        f"SELECT f.* FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"  # noqa: S608
-    )
-    + ") d"
-)
-"""Failed rows, by their ids."""
-
-_KNOWN = text(
-    f"""
-    SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
-    FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
-        SELECT o.id, o.xid, o.tenant, o.key FROM pillarbox_outbox o
-        WHERE {FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
-    ) o
-    """  # noqa: S608  constants
-)
-"""Where rows stand, and their keys."""
+_HEADS = f"""
+    SELECT f.* FROM pillarbox_failures f
+    WHERE {_FAILURE} AND {DUE} AND {_NOT_SENDING}
+      AND (f.tenant IS NULL OR f.tenant <> ALL (CAST(:paused AS text[]))) AND {first_of_its_key()}
+    ORDER BY f.available_at LIMIT :limit"""  # noqa: S608  constants
+_FOLLOWERS = f"""
+    SELECT f.row_id, f.event_id, f.headers, f.body, f.attempts,
+           CASE WHEN f.status = 'PARKED' OR ({DUE}) THEN 'due' ELSE f.status END AS status
+    FROM pillarbox_failures f
+    WHERE {_FAILURE} AND f.key = :key AND f.row_id > :after AND {_WAITING} AND {_NOT_SENDING}
+      AND {_blocks("f", "CAST(:tenant AS text)")}
+    ORDER BY f.row_id LIMIT :limit"""  # noqa: S608  constants
+_NAMED = f"SELECT f.* FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[]))"  # noqa: S608
 
 _FAILED = text(
     f"SELECT f.row_id, f.status, f.attempts, f.tenant, f.key FROM pillarbox_failures f "  # noqa: S608
@@ -162,21 +127,14 @@ _EDIT = text(
     WHERE {_FAILURE} AND f.row_id = :row_id AND f.status IN ('RETRYING', 'FAILED')
     """  # noqa: S608  constants
 )
-_TAKEN = text(
-    """
-    SELECT 1 FROM pillarbox_outbox
-    WHERE event_id = CAST(:event_id AS uuid) AND route = :route AND schema_version = :schema_version
-    UNION ALL
-    SELECT 1 FROM pillarbox_failures WHERE event_id = CAST(:event_id AS uuid) AND route = :route
-    """
-)
+_FORGET = text("DELETE FROM pillarbox_requests WHERE id = ANY (CAST(:ids AS bigint[]))")
 
 
 class LogFailures(Failures):
     """The failed rows of a lane that is a log. Their rows in the outbox are never touched."""
 
     def statements(self) -> Book:
-        return _BOOK
+        return book_of(self.table)
 
     def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
         columns = zip(*map(astuple, rows), strict=True)
@@ -198,18 +156,36 @@ class LogFailures(Failures):
         return position(lane, detour_of(lane, row.key.tenant)).covers(row.at)
 
 
-_BOOK = Book(
-    known=_KNOWN,
-    failed=_FAILED,
-    heads=_HEADS,
-    followers=_FOLLOWERS,
-    redone=REDONE,
-    taken=_TAKEN,
-    firsts=_FIRSTS,
-    write=_WRITE,
-    promote=_PROMOTE,
-    done=_DONE,
-    redrive=_REDRIVE,
-    edit=_EDIT,
-    forget=text("DELETE FROM pillarbox_requests WHERE id = ANY (CAST(:ids AS bigint[]))"),
-)
+@cache
+def book_of(table: str) -> Book:
+    """The statements about the book of one table of deliveries."""
+    return Book(
+        known=text(
+            f"""
+            SELECT o.id, CAST(CAST(o.xid AS text) AS bigint), o.tenant, o.key
+            FROM unnest(CAST(:ids AS bigint[])) AS i(id) CROSS JOIN LATERAL (
+                SELECT o.id, o.xid, o.tenant, o.key FROM {table} o
+                WHERE {FRESH} AND o.id = i.id ORDER BY o.id LIMIT 1
+            ) o
+            """  # noqa: S608  constants
+        ),
+        failed=_FAILED,
+        heads=text(sized(_delivery_of(_HEADS, table), f"{ROW}, attempts, status")),
+        followers=text(sized(_delivery_of(_FOLLOWERS, table), f"{ROW}, attempts, status")),
+        redone=text(f"SELECT {ROW}, attempts, schema_version FROM ({_delivery_of(_NAMED, table)}) d"),  # noqa: S608
+        taken=text(
+            f"""
+            SELECT 1 FROM {table}
+            WHERE event_id = CAST(:event_id AS uuid) AND route = :route AND schema_version = :schema_version
+            UNION ALL
+            SELECT 1 FROM pillarbox_failures WHERE event_id = CAST(:event_id AS uuid) AND route = :route
+            """  # noqa: S608  constants
+        ),
+        firsts=_FIRSTS,
+        write=_WRITE,
+        promote=_PROMOTE,
+        done=_DONE,
+        redrive=_REDRIVE,
+        edit=_EDIT,
+        forget=_FORGET,
+    )

@@ -5,9 +5,10 @@ says of failures in `stores.log_failures`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 
 from .log_failures import DUE, first_of_its_key
 from .origin import IS_ORIGINAL
@@ -18,21 +19,25 @@ from .statement import DirectStatement
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
 _SEEN = "CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot)"
-READY = text(
-    f"""
+
+
+@cache
+def ready(table: str) -> TextClause:
+    """Lanes that have something to do."""
+    return text(f"""
     SELECT l.route, l.shard FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
     WHERE l.route = ANY (CAST(:routes AS bigint[])) AND NOT l.paused
       AND (CAST(:relay AS text) IS NULL OR (l.locked_by = CAST(:relay AS text) AND l.locked_until > clock_timestamp()))
       AND (
         l.announced IS NOT NULL OR split_part(l.cursor, ' ', 3) <> ''
-        OR (SELECT o.id FROM pillarbox_outbox o
+        OR (SELECT o.id FROM {table} o
             WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > {_HIGH}
             ORDER BY o.id LIMIT 1) IS NOT NULL
         OR (SELECT o.id FROM pg_snapshot_xip({_SEEN}) AS x(xid) CROSS JOIN LATERAL (
-                SELECT o.id FROM pillarbox_outbox o WHERE {_HERE} AND o.xid = x.xid AND o.id <= {_HIGH}
+                SELECT o.id FROM {table} o WHERE {_HERE} AND o.xid = x.xid AND o.id <= {_HIGH}
                 ORDER BY o.id LIMIT 1
             ) o LIMIT 1) IS NOT NULL
-        OR (SELECT o.id FROM pillarbox_outbox o
+        OR (SELECT o.id FROM {table} o
             WHERE {_HERE} AND o.xid >= pg_snapshot_xmax({_SEEN}) AND o.id <= {_HIGH}
             ORDER BY o.xid, o.id LIMIT 1) IS NOT NULL
         OR (SELECT f.row_id FROM pillarbox_failures f
@@ -43,8 +48,8 @@ READY = text(
             SELECT FROM jsonb_each_text(CAST(l.detours AS jsonb)) d
             WHERE d.value <> l.cursor AND d.key <> ALL (ARRAY(SELECT t.tenant FROM pillarbox_tenants t WHERE t.paused)))
       )
-    """  # noqa: S608  constants
-)
+    """)  # noqa: S608  constants
+
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
@@ -109,12 +114,14 @@ JOURNAL = text(
 
 # -- taking over -------------------------------------------------------------------------------------------------------
 
-GUARDS = text(
-    f"""
+
+@cache
+def guards(table: str) -> TextClause:
+    """What must be true of a database whose lanes are taken."""
+    return text(f"""
     SELECT pg_is_in_recovery() AS standby, {IS_ORIGINAL},
            (SELECT seqcache FROM pg_sequence
-            WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)),
-           row_security_active('pillarbox_outbox'), current_setting('fsync'), current_setting('synchronous_commit'),
+            WHERE seqrelid = CAST(pg_get_serial_sequence('{table}', 'id') AS regclass)),
+           row_security_active('{table}'), current_setting('fsync'), current_setting('synchronous_commit'),
            (SELECT schema_version FROM pillarbox_meta)
-    """  # noqa: S608  constants
-)
+    """)  # noqa: S608  constants

@@ -20,7 +20,7 @@ from ..outbox import Lane, Page, Row
 from . import look_sql as sql
 from .announced import contents_of, position
 from .failures import decode_headers, place, row_of
-from .log_failures import REDONE, LogFailures
+from .log_failures import LogFailures, book_of
 from .statement import DirectStatement
 
 _LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
@@ -30,7 +30,7 @@ SCAN = 20_000
 _WORTH_A_WRITE = 1_000
 """A detour that finds nothing moves on when this many rows, or more, lay between."""
 FILTERED = (
-    "row level security hides rows of pillarbox_outbox from this role, and what a relay does not see it passes over: "
+    "row level security hides deliveries from this role, and what a relay does not see it passes over: "
     "give it a role with BYPASSRLS, or the table's owner"
 )
 
@@ -53,9 +53,17 @@ class RowReader:
     at_a_glance: ClassVar[bool] = True
     """Whether a glance is one statement, and nothing else."""
 
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.questions = sql.questions_to(table)
+
     def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
         """A look that is mostly enough; rows that are too large may lack their bodies."""
-        return glance_for(parameters).fetch(connection, parameters)
+        return self.glance_for(parameters).fetch(connection, parameters)
+
+    def glance_for(self, parameters: dict[str, Any]) -> DirectStatement:
+        """The statement of a glance."""
+        return self.questions.glances[bool(parameters["running"])]
 
     def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
         """A closer look, with all bodies that the bytes allow."""
@@ -99,13 +107,13 @@ def poll(  # noqa: PLR0917  what one statement asks
         found = look_at(connection, lane, detour, room)
     redo: tuple[Row, ...] = ()
     if lane.waiting and (found is None or found.due):
-        redo = tuple(LogFailures(connection, lane).redo(room.limit, room.max_bytes, paused))
+        redo = tuple(LogFailures(connection, lane, room.reader.table).redo(room.limit, room.max_bytes, paused))
     if found is None:
         return Page(redo=redo, fresh=())
     held = {tenant for row in found.rows if (tenant := row.tenant) is not None and tenant in paused} if paused else ()
     asked = found.asked
     if asked and (contents := contents_of(lane)) is not None:
-        known = LogFailures(connection, lane).know(asked.values())
+        known = LogFailures(connection, lane, room.reader.table).know(asked.values())
         asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
     if held:
         return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
@@ -163,17 +171,14 @@ def question_of(start: Cursor, lane: Lane, room: Room) -> dict[str, Any]:
     }
 
 
-def glance_for(question: dict[str, Any]) -> DirectStatement:
-    return sql.GLANCES[bool(question["running"])]
-
-
 def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | None, room: Room) -> Found:
     limit, reader, late = room.limit, room.reader, room.late
     parameters = question_of(start, lane, room)
-    poll, page = sql.POLL, sql.PAGE
+    questions = reader.questions
+    poll, page = questions.poll, questions.page
     main: Cursor | None = None
     if lane.detours:
-        poll, page = sql.DIVIDED_POLL, sql.DIVIDED_PAGE
+        poll, page = questions.divided_poll, questions.divided_page
         parameters |= side(lane, detour) | {"snapshot": None, "up_to": None, "scan": SCAN}
         if detour is not None:
             main = position(lane)
@@ -194,7 +199,7 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
     if count <= limit:
         return window.of(found, snapshot, xids)
     # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
-    more = connection.execute(sql.LATE_XIDS, {**parameters, "snapshot": str(snapshot)}).scalars()
+    more = connection.execute(questions.late_xids, {**parameters, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
     found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
     return window.of(found, snapshot, xids)
@@ -284,7 +289,7 @@ class Looked(msgspec.Struct, frozen=True):
         )
 
 
-def rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
+def rebuild(connection: Connection, table: str, lane: Lane) -> list[tuple[int, Row]]:
     contents, announced = contents_of(lane), lane.announced
     if announced is None or contents is None:
         return []
@@ -302,10 +307,10 @@ def rebuild(connection: Connection, lane: Lane) -> list[tuple[int, Row]]:
         "ids": [*contents.redo],
     }
     skip = {*contents.skip}
-    rows = {values[0]: row_of(values) for values in connection.execute(sql.BETWEEN, parameters)}
+    rows = {values[0]: row_of(values) for values in connection.execute(sql.questions_to(table).between, parameters)}
     order = [*contents.redo, *(row for row in rows if row not in skip)]
     if contents.redo:
-        rows |= {values[0]: row_of(values) for values in connection.execute(REDONE, parameters)}
+        rows |= {values[0]: row_of(values) for values in connection.execute(book_of(table).redone, parameters)}
     numbered = enumerate(announced.items or order, start=announced.first_number)
     found = [(number, rows[row]) for number, row in numbered if row in rows and row not in contents.out]
     lane.check_batch(found)

@@ -18,10 +18,22 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, select, update
 
 from ..errors import StoreError
-from ..outbox import Status, stable_hash
-from .inspection import Details, Filter, Summary, conditions_for, deliveries, events, of_events
+from ..outbox import Direction, Status, stable_hash
+from .columns import from_now
+from .inspection import (
+    VIEWS,
+    Details,
+    Filter,
+    Summary,
+    View,
+    conditions_for,
+    of_events,
+    open_requests,
+    page,
+    views,
+)
 from .overview import live_relays, route_named
-from .tables import lanes, requests, routes, tenants
+from .tables import failures, lanes, requests, routes, tenants
 from .trail import Author, note, one_person_at_a_time
 
 
@@ -73,38 +85,52 @@ class Run:
 
     audit: int | None = None
     requested: int = 0
-    first: int = 0
-    last: int = 0
-    """Row ids: it goes on behind the last one."""
+    rows: Mapping[Direction, tuple[int, int]] = field(default_factory=dict)
+    """The first and the last row of each direction: it goes on behind the last ones."""
     ahead: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     """Deliveries that were found already and come next: to find a portion, the view goes through all deliveries."""
 
 
 def count(connection: Connection, selection: Selection) -> tuple[int, int]:
     """How many deliveries are selected, and how many more are left out because the same was asked for them before."""
-    # MySQL groups by nothing but columns.
-    asked = select(_is_asked(selection.action).label("before")).where(*_conditions(connection, selection)).subquery()
-    counted = select(asked.c.before, func.count()).group_by(asked.c.before)
-    found = {bool(before): number for before, number in connection.execute(counted)}
-    return found.get(False, 0), found.get(True, 0)
+    found = {False: 0, True: 0}
+    for view in views(selection.wanted.direction):
+        # MySQL groups by nothing but columns.
+        before = _is_asked(selection.action, view).label("before")
+        asked = select(before).where(*_conditions(connection, selection, view)).subquery()
+        for was_asked, number in connection.execute(select(asked.c.before, func.count()).group_by(asked.c.before)):
+            found[bool(was_asked)] += number
+    return found[False], found[True]
 
 
 def sample(connection: Connection, selection: Selection, limit: int) -> list[Summary]:
     """The first deliveries that are selected."""
-    also = (*_conditions(connection, selection), ~_is_asked(selection.action))
-    return deliveries(connection, selection.wanted, after=0, limit=limit, also=also)
+    found: list[Summary] = []
+    for view in views(selection.wanted.direction):
+        conditions = [*_conditions(connection, selection, view), ~_is_asked(selection.action, view)]
+        found += page(connection, view, conditions, after=0, limit=limit - len(found))
+    return found
 
 
-def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[Status]]:
-    """Of the named events: those that are there, each with the statuses in which its deliveries are left alone."""
-    named = of_events(connection, selection.events)
-    found: dict[UUID, list[Status]] = {
-        event: [] for event in connection.scalars(select(events.c.event_id).where(named))
-    }
-    matching = conditions_for(replace(selection.wanted, status=None))
-    for event, status in connection.execute(select(events.c.event_id, events.c.status).where(named, *matching)):
-        if status not in ELIGIBLE[selection.action] or selection.wanted.status not in (None, status):
-            found[event].append(Status(status))
+TOOK_EFFECT = "dealt with already"
+
+
+def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[str]]:
+    """Of the named events: those that are there, each with the states in which its deliveries are left alone."""
+    found: dict[UUID, list[str]] = {}
+    for event in selection.events:
+        for view in VIEWS.values():
+            named, events = of_events(connection, [event], view), view.events
+            if connection.execute(select(events.c.id).where(named).limit(1)).first() is not None:
+                found.setdefault(event, [])
+            if selection.wanted.direction not in (None, view.direction):
+                continue
+            matching = conditions_for(replace(selection.wanted, status=None), view)
+            for status, waits in connection.execute(select(events.c.status, view.waits).where(named, *matching)):
+                if status not in ELIGIBLE[selection.action] or selection.wanted.status not in (None, status):
+                    found[event].append(status)
+                elif not waits:
+                    found[event].append(TOOK_EFFECT)
     return found
 
 
@@ -115,16 +141,18 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
     done, gets no second request, also when two people ask at the same time.
     """
     one_person_at_a_time(connection)
-    page, ahead = _portion(connection, selection, run, limit)
-    if not page:
+    portion, ahead = _portion(connection, selection, run, limit)
+    if not portion:
         return run
-    count, first = run.requested + len(page), run.first or page[0].id
-    run = replace(run, requested=count, first=first, last=page[-1].id, ahead=ahead)
-    details = {"count": run.requested, "filter": _given(selection.wanted), "rows": [run.first, run.last]}
+    rows = dict(run.rows)
+    for row in portion:
+        rows[row.direction] = rows.get(row.direction, (row.id, row.id))[0], row.id
+    run = replace(run, requested=run.requested + len(portion), rows=rows, ahead=ahead)
+    details = {"count": run.requested, "filter": _given(selection.wanted), "rows": run.rows}
     event = selection.events[0] if len(selection.events) == 1 else None
     entry = note(connection, author, selection.action, str(selection), details=details, event_id=event, entry=run.audit)
     run = replace(run, audit=entry)
-    rows = [
+    made = [
         {
             "route": stable_hash(row.route),
             "shard": row.shard,
@@ -132,32 +160,39 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
             "action": selection.action,
             "audit": run.audit,
         }
-        for row in page
+        for row in portion
     ]
-    connection.execute(insert(requests), rows)
+    connection.execute(insert(requests), made)
     return run
 
 
 def _portion(connection: Connection, selection: Selection, run: Run, limit: int) -> tuple[list[Any], tuple[Any, ...]]:
     """The next deliveries for which this was not asked before, and those that were found behind them."""
-    last, ahead = run.last, run.ahead
-    while True:
-        if not ahead:
-            found = (
-                select(events.c.id, events.c.route, events.c.shard)
-                .where(events.c.id > last, *_conditions(connection, selection), ~_is_asked(selection.action))
-                .order_by(events.c.id)
-                .limit(max(limit, _AHEAD))
-            )
-            ahead = tuple(connection.execute(found))
-            if not ahead:
-                return [], ()
+    last, ahead = {direction: rows[1] for direction, rows in run.rows.items()}, run.ahead
+    while ahead := ahead or _found(connection, selection, last, max(limit, _AHEAD)):
         portion, ahead = ahead[:limit], ahead[limit:]
-        last = portion[-1].id
-        named = requests.c.row_id.in_([row.id for row in portion])
-        asked = {*connection.scalars(select(requests.c.row_id).where(named, requests.c.action == selection.action))}
-        if page := [row for row in portion if row.id not in asked]:
-            return page, ahead
+        last |= {row.direction: row.id for row in portion}
+        named = (requests.c.row_id.in_([row.id for row in portion]), requests.c.action == selection.action)
+        asked = {*map(tuple, connection.execute(select(requests.c.route, requests.c.row_id).where(*named)))}
+        if left := [row for row in portion if (stable_hash(row.route), row.id) not in asked]:
+            return left, ahead
+    return [], ()
+
+
+def _found(connection: Connection, selection: Selection, last: Mapping[Direction, int], limit: int) -> tuple[Any, ...]:
+    """The next deliveries that are selected, all of one direction."""
+    for view in views(selection.wanted.direction):
+        events = view.events
+        found = (
+            select(events.c.id, events.c.direction, events.c.route, events.c.shard)
+            .where(events.c.id > last.get(view.direction, 0), *_conditions(connection, selection, view))
+            .where(~_is_asked(selection.action, view))
+            .order_by(events.c.id)
+            .limit(limit)
+        )
+        if rows := tuple(connection.execute(found)):
+            return rows
+    return ()
 
 
 def unserved_requests(connection: Connection, run: Run) -> list[str]:
@@ -173,17 +208,17 @@ def unserved_requests(connection: Connection, run: Run) -> list[str]:
     return sorted({name for name, shard in lanes_asked if not any(relay.serves(name, shard) for relay in alive)})
 
 
-def _conditions(connection: Connection, selection: Selection) -> list[ColumnElement[bool]]:
-    conditions = conditions_for(selection.wanted)
-    conditions.append(events.c.status.in_(ELIGIBLE[selection.action]))
-    conditions.append(events.c.route.is_not(None))
+def _conditions(connection: Connection, selection: Selection, view: View) -> list[ColumnElement[bool]]:
+    conditions = conditions_for(selection.wanted, view)
+    conditions += [view.events.c.status.in_(ELIGIBLE[selection.action]), view.events.c.route.is_not(None), view.waits]
     if selection.events:
-        conditions.append(of_events(connection, selection.events))
+        conditions.append(of_events(connection, selection.events, view))
     return conditions
 
 
-def _is_asked(action: Action) -> ColumnElement[bool]:
-    return exists().where(requests.c.row_id == events.c.id, requests.c.action == action)
+def _is_asked(action: Action, view: View) -> ColumnElement[bool]:
+    this_way = requests.c.route.in_(select(routes.c.id).where(view.has_route))
+    return exists().where(requests.c.row_id == view.events.c.id, requests.c.action == action, this_way)
 
 
 def _given(wanted: Filter) -> dict[str, Any]:
@@ -198,12 +233,13 @@ def edit(
 ) -> int | None:
     """Ask for another body under a new event id; the number of the row in the trail, which keeps the old body.
 
-    None if an edit of this delivery is waiting already.
+    None if an edit of this delivery is waiting already. What has come in stays the event that it is.
     """
     one_person_at_a_time(connection)
-    asked = select(requests.c.id).where(requests.c.row_id == delivery.id, requests.c.action == Action.EDIT)
-    if connection.execute(asked).first() is not None:
+    if any(request.action == Action.EDIT for request in open_requests(connection, delivery)):
         return None
+    if delivery.direction is Direction.INBOUND:
+        event_id = delivery.event_id
     details = {"route": delivery.route, "new_event_id": str(event_id), "old_body": base64.b64encode(old).decode()}
     target = f"event {delivery.event_id}; route {delivery.route}"
     entry = note(connection, author, Action.EDIT, target, details=details, event_id=delivery.event_id)
@@ -222,6 +258,12 @@ def edit(
 
 
 # -- lanes and tenants -------------------------------------------------------------------------------------------------
+
+
+def retry_now(connection: Connection, route: int) -> None:
+    """Let what waits for its next attempt in the lanes of this route wait no longer."""
+    waits = failures.c.route == route, failures.c.status == Status.RETRYING, failures.c.available_at > from_now()
+    connection.execute(update(failures).where(*waits).values(available_at=from_now()))
 
 
 @dataclass(frozen=True, slots=True)

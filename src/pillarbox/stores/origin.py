@@ -11,6 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
+from ..outbox import TABLES
+
 COPY = (
     "this database is a copy, from a dump or by replication, and its transactions have other numbers than those that "
     "lanes remember: run `pillarbox outbox rebase`"
@@ -55,6 +57,6 @@ def state(connection: Connection) -> Any:
 _STATE = text(
     f"""
     SELECT {IS_ORIGINAL} AS original, pg_is_in_recovery() AS standby,
-           row_security_active('pillarbox_outbox') OR row_security_active('pillarbox_failures') AS filtered
+           {" OR ".join(f"row_security_active('{table}')" for table in (*TABLES, "pillarbox_failures"))} AS filtered
     """
 )

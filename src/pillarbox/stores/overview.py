@@ -1,7 +1,7 @@
 """What lanes, relays, routes and tenants are doing, for people who watch, and for those who decide by it.
 
-Nothing here changes anything. What waits is counted by the view `pillarbox_unsent`, and ages are by the database's
-clock.
+Nothing here changes anything. What waits is counted by the views of what is still to be sent, and ages are by the
+database's clock.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sqlalchemy import (
     and_,
     case,
     func,
+    join,
     literal_column,
     or_,
     select,
@@ -28,11 +29,11 @@ from sqlalchemy import (
     union_all,
 )
 
-from ..outbox import RouteRecord, Status, stable_hash
+from ..outbox import Direction, RouteRecord, Status, stable_hash
 from .append import route_record
 from .columns import from_now
-from .inspection import database_time, do_not_compile, lead_to_indexes, unsent
-from .tables import lanes, outbox, relays, routes, tenants
+from .inspection import View, database_time, do_not_compile, lead_to_indexes, views
+from .tables import deliveries, lanes, relays, routes, tenants
 
 _WAITING = (Status.PENDING, Status.RETRYING)
 _AFTER_FAILURE = (Status.RETRYING, Status.PARKED, Status.FAILED)
@@ -58,6 +59,7 @@ class Unserved:
 class LaneState:
     """A lane: who holds it, what it has before it, and what holds it back."""
 
+    direction: Direction
     route: str
     destination: str
     shard: int
@@ -138,9 +140,10 @@ def backlog(connection: Connection) -> list[Backlog]:
     do_not_compile(connection)
     lead_to_indexes(connection)
     bounded = connection.dialect.name == "postgresql"
-    counted = union_all(*(_counted(status, bounded) for status in (Status.PENDING, *_AFTER_FAILURE)))
+    statuses = (Status.PENDING, *_AFTER_FAILURE)
+    counted = [_counted(view, status, bounded) for view in _used(connection) for status in statuses]
     pending, failed, first = dict[int, int](), dict[int, int](), dict[int, tuple[int, datetime]]()
-    for route, status, count, lowest, written_at in connection.execute(counted):
+    for route, status, count, lowest, written_at in connection.execute(union_all(*counted)) if counted else ():
         counts = failed if status == Status.FAILED else pending
         counts[route] = counts.get(route, 0) + count
         if counts is pending:
@@ -157,19 +160,26 @@ def backlog(connection: Connection) -> list[Backlog]:
     ]
 
 
-def _counted(status: Status, bounded: bool) -> Select[Any]:
+def _used(connection: Connection, direction: Direction | None = None) -> list[View]:
+    """The views that have a route: without a consumer there is nothing to be asked about what comes in."""
+    return [view for view in views(direction) if connection.execute(select(routes.c.id).where(view.has_route)).first()]
+
+
+def _counted(view: View, status: Status, bounded: bool) -> Select[Any]:
     """Per lane, so that every database finds them by its index, and none reads what was sent. When the first was
     written is asked in the same statement: by the next one it may have been sent.
     """
+    unsent = view.unsent
+    its_lanes = join(lanes, routes, and_(routes.c.id == lanes.c.route, view.has_route))
     found = unsent.c.status == literal_column(f"'{status}'")
     same_lane = and_(unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard)
     if bounded:
         some = select(unsent.c.id).where(same_lane, found).limit(COUNTED).correlate(lanes).lateral("some")
         counting = (
-            select(lanes.c.route, lanes.c.shard).add_columns(*_amount(some)).select_from(lanes).join(some, true())
+            select(lanes.c.route, lanes.c.shard).add_columns(*_amount(some)).select_from(its_lanes).join(some, true())
         )
     else:
-        counting = select(lanes.c.route, lanes.c.shard).add_columns(*_amount(unsent)).select_from(lanes)
+        counting = select(lanes.c.route, lanes.c.shard).add_columns(*_amount(unsent)).select_from(its_lanes)
         counting = counting.join(unsent, and_(same_lane, found))
     counted = counting.group_by(lanes.c.route, lanes.c.shard).subquery()
     # Only with its lane and status is a row found by its id without reading all of them.
@@ -194,26 +204,48 @@ def unserved(connection: Connection) -> list[Unserved]:
     """Routes whose deliveries wait in lanes without an owner. Lanes that were paused wait on purpose."""
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now())
     what = (routes.c.name, routes.c.destination, routes.c.topic)
-    found = (
-        select(*what, func.count(lanes.c.shard.distinct()), func.count())
-        .select_from(unsent)
-        .join(lanes, (lanes.c.route == unsent.c.route) & (lanes.c.shard == unsent.c.shard))
-        .join(routes, routes.c.id == unsent.c.route)
-        .where(unsent.c.status.in_(_WAITING), ~lanes.c.paused, free)
-        .group_by(*what)
-        .order_by(routes.c.name)
-    )
-    return [Unserved(*row) for row in connection.execute(found)]
+    found: list[Unserved] = []
+    for view in _used(connection):
+        unsent = view.unsent
+        waiting = (
+            select(*what, func.count(lanes.c.shard.distinct()), func.count())
+            .select_from(unsent)
+            .join(lanes, (lanes.c.route == unsent.c.route) & (lanes.c.shard == unsent.c.shard))
+            .join(routes, routes.c.id == unsent.c.route)
+            .where(unsent.c.status.in_(_WAITING), ~lanes.c.paused, free)
+            .group_by(*what)
+            .order_by(routes.c.name)
+        )
+        found += [Unserved(*row) for row in connection.execute(waiting)]
+    return found
 
 
 # -- lanes and relays --------------------------------------------------------------------------------------------------
 
 
-def lane_states(connection: Connection, route: str | None = None, shard: int | None = None) -> list[LaneState]:
-    """All lanes, or those of one route, or one of them."""
+def lane_states(
+    connection: Connection,
+    route: str | None = None,
+    shard: int | None = None,
+    *,
+    direction: Direction | None = None,
+) -> list[LaneState]:
+    """All lanes, or those of one direction, or of one route, or one of them."""
     wanted = [] if route is None else [lanes.c.route == stable_hash(route)]
     if shard is not None:
         wanted.append(lanes.c.shard == shard)
+    now = database_time(connection)
+    return [
+        state
+        for view in _used(connection, direction)
+        for state in _states(connection, view, [view.has_route, *wanted], now)
+    ]
+
+
+def _states(
+    connection: Connection, view: View, wanted: Collection[ColumnElement[bool]], now: datetime
+) -> list[LaneState]:
+    unsent = view.unsent
     is_pending = unsent.c.status == Status.PENDING
     counted = (
         select(
@@ -239,12 +271,12 @@ def lane_states(connection: Connection, route: str | None = None, shard: int | N
         .where(*wanted)
         .order_by(routes.c.name, lanes.c.shard)
     )
-    now = database_time(connection)
-    return [_lane_state(row, now) for row in connection.execute(found)]
+    return [_lane_state(view.direction, row, now) for row in connection.execute(found)]
 
 
-def _lane_state(row: Row[Any], now: datetime) -> LaneState:
+def _lane_state(direction: Direction, row: Row[Any], now: datetime) -> LaneState:
     return LaneState(
+        direction=direction,
         route=row.name,
         destination=row.destination,
         shard=row.shard,
@@ -294,8 +326,9 @@ def routes_to(connection: Connection, destinations: Collection[str]) -> list[Rou
 
 
 def topics_of(connection: Connection, route: RouteRecord) -> list[str]:
-    """The topics of all deliveries of a route that are in the outbox: what its template has become so far."""
-    found = select(outbox.c.topic).where(outbox.c.route == route.id).distinct()
+    """The topics of all deliveries of a route that are there: what its template has become so far."""
+    rows = deliveries[route.table]
+    found = select(rows.c.topic).where(rows.c.route == route.id).distinct()
     return sorted(connection.execute(found).scalars())
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import BigInteger, TextClause, Uuid, bindparam, text
 
 from ..outbox import Lane
 from .failures import Book, Failures, Known, Written
-from .queue_sql import WORDS, Words, with_ids, with_json
+from .queue_sql import Words, with_ids, with_json, words
 from .tables import failures, outbox
 
 
@@ -23,7 +23,11 @@ class QueueFailures(Failures):
     """The failed rows of a lane that is a queue."""
 
     def statements(self) -> Book:
-        return _book(WORDS[self.connection.dialect.name])
+        return _book(self._words)
+
+    @property
+    def _words(self) -> Words:
+        return words(self.connection.dialect.name, self.table)
 
     def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
         return {"rows": msgspec.json.encode(rows).decode()}
@@ -42,7 +46,7 @@ class QueueFailures(Failures):
         return False  # `Book.known` finds only what is PENDING, or in the book
 
     def changed(self, rows: Collection[int]) -> None:
-        self._do(_follow(WORDS[self.connection.dialect.name]), ids=[*rows])
+        self._do(_follow(self._words), ids=[*rows])
 
 
 def sending(lane: Lane) -> list[int]:
@@ -57,15 +61,19 @@ _WAITING = "IN ('RETRYING', 'PARKED', 'FAILED')"
 _ROW = """
     o.id, coalesce(f.event_id, o.event_id), o.topic, o.`key`, o.tenant, coalesce(f.headers, o.headers),
     coalesce(f.body, o.body), coalesce(f.attempts, 0)"""
-ITEMS = with_ids(
-    f"""
-    SELECT {_ROW}, o.schema_version FROM pillarbox_outbox o
-    LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
-    WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')
-      AND o.id IN :ids
-    """  # noqa: S608  constants
-)
-"""Rows that are not at their end, as they are to be sent, with their schema versions."""
+
+
+@cache
+def rows_named(table: str) -> TextClause:
+    """Rows that are not at their end, as they are to be sent, with their schema versions."""
+    return with_ids(
+        f"""
+        SELECT {_ROW}, o.schema_version FROM {table} o
+        LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+        WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')
+          AND o.id IN :ids
+        """  # noqa: S608  constants
+    )
 
 
 def _is_due(words: Words) -> str:
@@ -94,13 +102,13 @@ def _page(words: Words, found: str, status: str) -> str:
                 SELECT f.row_id, length(coalesce(f.body, o.body)) AS size FROM {found} LIMIT :limit
             ) sized
         ) page {words.join} pillarbox_failures f ON {_LANE} AND f.row_id = page.row_id
-        {words.join} pillarbox_outbox o ON o.id = page.row_id
+        {words.join} {words.table} o ON o.id = page.row_id
         WHERE page.total - page.size < :max_bytes"""  # noqa: S608  constants
 
 
 @cache
 def _book(words: Words) -> Book:
-    rows = f"{words.join} pillarbox_outbox o ON o.id = f.row_id WHERE {_LANE} AND f.row_id NOT IN :sending"
+    rows = f"{words.join} {words.table} o ON o.id = f.row_id WHERE {_LANE} AND f.row_id NOT IN :sending"
     heads = f"""pillarbox_failures f {words.by_time} {rows} AND {_is_due(words)}
         AND (f.tenant IS NULL OR f.tenant NOT IN :paused) AND f.row_id = {_first(words, "f")}
         ORDER BY f.available_at"""
@@ -118,7 +126,7 @@ def _book(words: Words) -> Book:
     named = "route = :route AND shard = :shard AND row_id IN :ids"
     return Book(
         known=with_ids(
-            "SELECT o.id, NULL, o.tenant, o.`key` FROM pillarbox_outbox o WHERE o.route = :route AND o.shard = :shard "
+            f"SELECT o.id, NULL, o.tenant, o.`key` FROM {words.table} o WHERE o.route = :route AND o.shard = :shard "  # noqa: S608
             "AND o.id IN :ids AND o.status IN ('PENDING', 'RETRYING', 'PARKED', 'FAILED')"
         ),
         failed=with_ids(
@@ -127,21 +135,21 @@ def _book(words: Words) -> Book:
         ),
         heads=text(_page(words, heads, "f.status")).bindparams(on_their_way, paused),
         followers=text(_page(words, behind, may_follow)).bindparams(on_their_way, key, tenant),
-        redone=ITEMS,
+        redone=rows_named(words.table),
         taken=text(
-            """
-            SELECT 1 FROM pillarbox_outbox
+            f"""
+            SELECT 1 FROM {words.table}
             WHERE event_id = :event_id AND route = :route AND schema_version = :schema_version
             UNION ALL
             SELECT 1 FROM pillarbox_failures WHERE event_id = :event_id AND route = :route
-            """
+            """  # noqa: S608
         ).bindparams(event),
         firsts=with_ids(
             f"""
             SELECT k.tenant, k.`key`, k.row_id, (
                 SELECT f.status FROM {read} WHERE {_LANE} AND f.row_id = k.row_id
             ) FROM (
-                SELECT t.tenant, t.`key`, {_first(words, "t")} AS row_id FROM pillarbox_outbox t {words.by_id}
+                SELECT t.tenant, t.`key`, {_first(words, "t")} AS row_id FROM {words.table} t {words.by_id}
                 WHERE t.route = :route AND t.shard = :shard AND t.id IN :ids
             ) k
             """  # noqa: S608  constants
@@ -171,8 +179,8 @@ def _follow(words: Words) -> TextClause:
     """Copies the statuses of these rows from the book to the outbox."""
     return with_ids(
         f"""
-        UPDATE pillarbox_outbox {words.by_id} SET status = coalesce((
-            SELECT f.status FROM pillarbox_failures f WHERE {_LANE} AND f.row_id = pillarbox_outbox.id
+        UPDATE {words.table} {words.by_id} SET status = coalesce((
+            SELECT f.status FROM pillarbox_failures f WHERE {_LANE} AND f.row_id = {words.table}.id
         ), status)
         WHERE route = :route AND shard = :shard AND id IN :ids AND status <> 'SENT'
         """  # noqa: S608  constants
@@ -189,7 +197,7 @@ def ready(words: Words, *, here: bool) -> TextClause:
         SELECT l.route, l.shard FROM pillarbox_lanes l JOIN pillarbox_routes r ON r.id = l.route
         WHERE l.route IN :routes AND NOT l.paused {held} AND (
             l.announced IS NOT NULL
-            OR (SELECT o.id FROM pillarbox_outbox o
+            OR (SELECT o.id FROM {words.table} o
                 WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
                 ORDER BY o.id LIMIT 1) IS NOT NULL
             OR (SELECT f.row_id FROM pillarbox_failures f {words.by_time}

@@ -22,19 +22,20 @@ _FRESH = "o.route = :route AND o.shard = :shard AND o.status = 'PENDING' AND o.s
 
 @dataclass(frozen=True)
 class Words:
-    """What each database says in its own way."""
+    """What each database says about a table of deliveries in its own way."""
 
+    table: str
     now: str
     same: str
     """Whether two values are equal, or both missing."""
     send: str
     """Marks rows as sent, with their numbers: takes pairs of id and number."""
     write: str
-    """Writes rows of the outbox into the failure book."""
+    """Writes rows of the table into the failure book."""
     forget: str
     """Deletes requests by their ids."""
     remove: tuple[str, str]
-    """Deletes rows that are at their end, by their ids: from the failure book, and then from the outbox."""
+    """Deletes rows that are at their end, by their ids: from the failure book, and then from the table."""
     join: str = "JOIN"
     """Of tables in the order in which they are written down."""
     by_id: str = ""
@@ -45,77 +46,92 @@ class Words:
 
 
 _LISTED = "JSON_TABLE(:ids, '$[*]' COLUMNS (id BIGINT PATH '$')) t"
-_MYSQL = Words(
-    now="UTC_TIMESTAMP(6)",
-    same="<=>",
-    send="""
-        UPDATE JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$[0]', number BIGINT PATH '$[1]')) t
-        STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
-        SET o.status = 'SENT', o.sent_at = UTC_TIMESTAMP(6), o.batch = :batch, o.number = t.number
-        WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')""",
-    write="""
-        INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
-        SELECT o.route, o.shard, o.id, o.tenant, o.`key`, v.status, v.attempts,
-               UTC_TIMESTAMP(6) + INTERVAL v.available_in * 1000000 MICROSECOND, v.last_error
-        FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
-            row_id BIGINT PATH '$.row', status VARCHAR(10) PATH '$.status', attempts INT PATH '$.attempts',
-            available_in DOUBLE PATH '$.available_in',
-            last_error LONGTEXT CHARACTER SET utf8mb4 PATH '$.last_error'
-        )) v STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = v.row_id
-        ON DUPLICATE KEY UPDATE status = VALUES(status), attempts = VALUES(attempts),
-            available_at = VALUES(available_at),
-            last_error = coalesce(VALUES(last_error), pillarbox_failures.last_error)""",
-    forget=f"""
-        DELETE q FROM {_LISTED} STRAIGHT_JOIN pillarbox_requests q FORCE INDEX (PRIMARY) ON q.id = t.id""",
-    remove=(
-        f"""
-        DELETE f FROM {_LISTED} STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
-        STRAIGHT_JOIN pillarbox_failures f FORCE INDEX (PRIMARY)
-            ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
-        WHERE o.status IN ('SENT', 'DISCARDED')""",
-        f"""
-        DELETE o FROM {_LISTED} STRAIGHT_JOIN pillarbox_outbox o FORCE INDEX (PRIMARY) ON o.id = t.id
-        WHERE o.status IN ('SENT', 'DISCARDED')""",
-    ),
-    join="STRAIGHT_JOIN",
-    by_id="FORCE INDEX (PRIMARY)",
-    by_key="FORCE INDEX (ix_pillarbox_failures_key)",
-    by_time="FORCE INDEX (ix_pillarbox_failures_due)",
-)
-_SQLITE = Words(
-    now="strftime('%Y-%m-%d %H:%M:%f', 'now')",
-    same="IS",
-    send="""
-        UPDATE pillarbox_outbox
-        SET status = 'SENT', sent_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), batch = :batch,
-            number = json_extract(t.value, '$[1]')
-        FROM json_each(:pairs) AS t
-        WHERE pillarbox_outbox.id = json_extract(t.value, '$[0]')
-          AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')""",
-    write="""
-        INSERT INTO pillarbox_failures (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
-        SELECT o.route, o.shard, o.id, o.tenant, o.`key`,
-               json_extract(v.value, '$.status'), json_extract(v.value, '$.attempts'),
-               strftime('%Y-%m-%d %H:%M:%f', 'now', json_extract(v.value, '$.available_in') || ' seconds'),
-               json_extract(v.value, '$.last_error')
-        FROM json_each(:rows) v CROSS JOIN pillarbox_outbox o ON o.id = json_extract(v.value, '$.row')
-        WHERE true
-        ON CONFLICT (route, shard, row_id) DO UPDATE SET status = excluded.status, attempts = excluded.attempts,
-            available_at = excluded.available_at, last_error = coalesce(excluded.last_error, last_error)""",
-    forget="DELETE FROM pillarbox_requests WHERE id IN (SELECT value FROM json_each(:ids))",
-    remove=(
-        """
-        DELETE FROM pillarbox_failures WHERE (route, shard, row_id) IN (
-            SELECT o.route, o.shard, o.id FROM json_each(:ids) t CROSS JOIN pillarbox_outbox o ON o.id = t.value
-            WHERE o.status IN ('SENT', 'DISCARDED')
-        )""",
-        """
-        DELETE FROM pillarbox_outbox
-        WHERE id IN (SELECT value FROM json_each(:ids)) AND status IN ('SENT', 'DISCARDED')""",
-    ),
-    join="CROSS JOIN",
-)
-WORDS = {"mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
+
+
+def _mysql(table: str) -> Words:
+    return Words(
+        table=table,
+        now="UTC_TIMESTAMP(6)",
+        same="<=>",
+        send=f"""
+            UPDATE JSON_TABLE(:pairs, '$[*]' COLUMNS (id BIGINT PATH '$[0]', number BIGINT PATH '$[1]')) t
+            STRAIGHT_JOIN {table} o FORCE INDEX (PRIMARY) ON o.id = t.id
+            SET o.status = 'SENT', o.sent_at = UTC_TIMESTAMP(6), o.batch = :batch, o.number = t.number
+            WHERE o.route = :route AND o.shard = :shard AND o.status IN ('PENDING', 'RETRYING', 'PARKED')""",  # noqa: S608
+        write=f"""
+            INSERT INTO pillarbox_failures
+                (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
+            SELECT o.route, o.shard, o.id, o.tenant, o.`key`, v.status, v.attempts,
+                   UTC_TIMESTAMP(6) + INTERVAL v.available_in * 1000000 MICROSECOND, v.last_error
+            FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
+                row_id BIGINT PATH '$.row', status VARCHAR(10) PATH '$.status', attempts INT PATH '$.attempts',
+                available_in DOUBLE PATH '$.available_in',
+                last_error LONGTEXT CHARACTER SET utf8mb4 PATH '$.last_error'
+            )) v STRAIGHT_JOIN {table} o FORCE INDEX (PRIMARY) ON o.id = v.row_id
+            ON DUPLICATE KEY UPDATE status = VALUES(status), attempts = VALUES(attempts),
+                available_at = VALUES(available_at),
+                last_error = coalesce(VALUES(last_error), pillarbox_failures.last_error)""",  # noqa: S608
+        forget=f"""
+            DELETE q FROM {_LISTED} STRAIGHT_JOIN pillarbox_requests q FORCE INDEX (PRIMARY) ON q.id = t.id""",
+        remove=(
+            f"""
+            DELETE f FROM {_LISTED} STRAIGHT_JOIN {table} o FORCE INDEX (PRIMARY) ON o.id = t.id
+            STRAIGHT_JOIN pillarbox_failures f FORCE INDEX (PRIMARY)
+                ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
+            WHERE o.status IN ('SENT', 'DISCARDED')""",
+            f"""
+            DELETE o FROM {_LISTED} STRAIGHT_JOIN {table} o FORCE INDEX (PRIMARY) ON o.id = t.id
+            WHERE o.status IN ('SENT', 'DISCARDED')""",
+        ),
+        join="STRAIGHT_JOIN",
+        by_id="FORCE INDEX (PRIMARY)",
+        by_key="FORCE INDEX (ix_pillarbox_failures_key)",
+        by_time="FORCE INDEX (ix_pillarbox_failures_due)",
+    )
+
+
+def _sqlite(table: str) -> Words:
+    return Words(
+        table=table,
+        now="strftime('%Y-%m-%d %H:%M:%f', 'now')",
+        same="IS",
+        send=f"""
+            UPDATE {table}
+            SET status = 'SENT', sent_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), batch = :batch,
+                number = json_extract(t.value, '$[1]')
+            FROM json_each(:pairs) AS t
+            WHERE {table}.id = json_extract(t.value, '$[0]')
+              AND route = :route AND shard = :shard AND status IN ('PENDING', 'RETRYING', 'PARKED')""",  # noqa: S608
+        write=f"""
+            INSERT INTO pillarbox_failures
+                (route, shard, row_id, tenant, `key`, status, attempts, available_at, last_error)
+            SELECT o.route, o.shard, o.id, o.tenant, o.`key`,
+                   json_extract(v.value, '$.status'), json_extract(v.value, '$.attempts'),
+                   strftime('%Y-%m-%d %H:%M:%f', 'now', json_extract(v.value, '$.available_in') || ' seconds'),
+                   json_extract(v.value, '$.last_error')
+            FROM json_each(:rows) v CROSS JOIN {table} o ON o.id = json_extract(v.value, '$.row')
+            WHERE true
+            ON CONFLICT (route, shard, row_id) DO UPDATE SET status = excluded.status, attempts = excluded.attempts,
+                available_at = excluded.available_at, last_error = coalesce(excluded.last_error, last_error)""",  # noqa: S608
+        forget="DELETE FROM pillarbox_requests WHERE id IN (SELECT value FROM json_each(:ids))",
+        remove=(
+            f"""
+            DELETE FROM pillarbox_failures WHERE (route, shard, row_id) IN (
+                SELECT o.route, o.shard, o.id FROM json_each(:ids) t CROSS JOIN {table} o ON o.id = t.value
+                WHERE o.status IN ('SENT', 'DISCARDED')
+            )""",  # noqa: S608
+            f"""
+            DELETE FROM {table}
+            WHERE id IN (SELECT value FROM json_each(:ids)) AND status IN ('SENT', 'DISCARDED')""",  # noqa: S608
+        ),
+        join="CROSS JOIN",
+    )
+
+
+@cache
+def words(dialect: str, table: str) -> Words:
+    """What a database says about a table of deliveries."""
+    return _sqlite(table) if dialect == "sqlite" else _mysql(table)
 
 
 def with_ids(statement: str, *lists: str) -> TextClause:
@@ -140,7 +156,7 @@ def with_json(statement: str) -> TextClause:
 
 
 @cache
-def fresh(*, sending: bool, paused: bool) -> TextClause:
+def fresh(table: str, *, sending: bool, paused: bool) -> TextClause:
     """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1. With or
     without rows that are on their way and paused tenants.
     """
@@ -154,11 +170,11 @@ def fresh(*, sending: bool, paused: bool) -> TextClause:
     return text(f"""
         SELECT o.id, o.event_id, o.topic, o.`key`, o.tenant, o.headers, o.body, 0 AS attempts, 0 AS is_request FROM (
             SELECT sized.id, sized.size, sum(sized.size) OVER (ORDER BY sized.id) AS total FROM (
-                SELECT o.id, length(o.body) AS size FROM pillarbox_outbox o
+                SELECT o.id, length(o.body) AS size FROM {table} o
                 WHERE {_FRESH} {not_sending.format("o.id")} {not_paused}
                 ORDER BY o.id LIMIT :limit
             ) sized
-        ) page JOIN pillarbox_outbox o ON o.id = page.id
+        ) page JOIN {table} o ON o.id = page.id
         WHERE page.total - page.size < :max_bytes
         UNION ALL
         SELECT asked.id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1 FROM (

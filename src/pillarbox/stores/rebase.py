@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, select, text, update
+from sqlalchemy import Connection, TextClause, select, text, update
 
 from .. import clock
 from ..cursor import Snapshot
 from ..errors import StoreError
+from ..outbox import TABLES
 from . import origin
 from .tables import lanes, meta
 from .trail import Author, note, one_person_at_a_time
@@ -45,24 +46,28 @@ _LANES = """
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _FAILURE = "f.route = o.route AND f.shard = o.shard"
 _COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)"
-# Rows that a cursor or an announcement has passed, and that are not done, each once: what the lane has covered is not
-# done only if its detour has not. Those that have failed are where they belong.
-_UNDONE = f"""
+
+
+def _undone(table: str) -> str:
+    """Rows that a cursor or an announcement has passed, and that are not done, each once: what the lane has covered is
+    not done only if its detour has not. Those that have failed are where they belong.
+    """
+    return f"""
     SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
     FROM ({_LANES}) l CROSS JOIN LATERAL (
-        SELECT o.* FROM pillarbox_outbox o
+        SELECT o.* FROM {table} o
         WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.high AND o.id <= l.reached
         UNION ALL
-        SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
+        SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
         WHERE {_HERE} AND o.id <= l.high
           AND NOT {_COVERED} AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
         UNION ALL
-        SELECT o.* FROM pillarbox_outbox o
+        SELECT o.* FROM {table} o
         WHERE {_HERE} AND o.xid >= pg_snapshot_xmax(l.seen) AND o.id <= l.high
           AND NOT {_COVERED} AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
         UNION ALL
         SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
-        JOIN pillarbox_outbox o ON {_HERE} AND o.tenant = d.tenant
+        JOIN {table} o ON {_HERE} AND o.tenant = d.tenant
         WHERE o.status = 'PENDING' AND o.status <> 'SENT' AND o.id <= l.high
           AND pillarbox_covered(l.cursor, o.id, o.xid) AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
     ) o
@@ -88,7 +93,9 @@ class Survey:
 def survey(connection: Connection) -> Survey:
     """Count what is not done; refuses where there is nothing to rebase, or where it cannot be done now."""
     _check(connection)
-    return Survey(*connection.execute(_SURVEY).one())
+    lanes, batches, failed = connection.execute(_LANES_AND_FAILED).one()
+    counts = [connection.execute(each.survey).one() for each in _EACH.values()]
+    return Survey(lanes, batches, sum(late for late, _ in counts), sum(fresh for _, fresh in counts), failed)
 
 
 def _check(connection: Connection) -> None:
@@ -120,11 +127,15 @@ def forget(connection: Connection) -> int:
     _check(connection)
     oldest = connection.execute(text("SELECT CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text)")).scalar_one()
     connection.commit()
+    return sum(_forget(connection, each, oldest) for each in _EACH.values())
+
+
+def _forget(connection: Connection, about: _Statements, oldest: str) -> int:
     event, route, version, forgotten = UUID(int=0), -(2**63), 0, 0
     while True:
         connection.execute(_IN_ORDER)
         behind = {"event": str(event), "route": route, "version": version}
-        page = connection.execute(_FORGET, {**behind, "oldest": oldest, "limit": PORTION}).first()
+        page = connection.execute(about.forget, {**behind, "oldest": oldest, "limit": PORTION}).first()
         connection.commit()
         if page is None:
             return forgotten
@@ -137,14 +148,16 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
     # Who writes has committed or rolled back once we have these, and the next statement sees all of it.
     connection.execute(text("SET LOCAL lock_timeout = '10s'"))
     one_person_at_a_time(connection)
-    connection.execute(text("LOCK TABLE pillarbox_lanes, pillarbox_outbox IN SHARE ROW EXCLUSIVE MODE"))
+    connection.execute(text(f"LOCK TABLE pillarbox_lanes, {', '.join(TABLES)} IN SHARE ROW EXCLUSIVE MODE"))
     found = survey(connection)
-    _draw_ids_above_all(connection)
+    for each in _EACH.values():
+        _draw_ids_above_all(connection, each)
     told, number = connection.execute(text("SELECT CAST(pg_current_snapshot() AS text), pg_current_xact_id()")).one()
     seen = _before(Snapshot.parse(told), int(number))
-    connection.execute(_BEFORE_FAILED)
-    connection.execute(_LATE)
-    connection.execute(_FORGET_THE_REST, {"oldest": str(seen.xmin)})
+    for each in _EACH.values():
+        connection.execute(each.before_failed)
+        connection.execute(each.late)
+        connection.execute(each.forget_the_rest, {"oldest": str(seen.xmin)})
     connection.execute(_MOVE, {"seen": str(seen)})
     connection.execute(
         update(lanes).values(
@@ -170,14 +183,14 @@ def _before(snapshot: Snapshot, number: int) -> Snapshot:
     return Snapshot(min(snapshot.xmin, xmax), xmax, tuple(xid for xid in snapshot.running if xid < xmax))
 
 
-def _draw_ids_above_all(connection: Connection) -> None:
+def _draw_ids_above_all(connection: Connection, about: _Statements) -> None:
     """A dump brings the sequence along, logical replication does not. What was written here before anybody noticed has
     ids from its beginning, far below the cursors: it gets new ones.
     """
-    sequence, drawn, highest = connection.execute(_IDS).one()
+    sequence, drawn, highest = connection.execute(about.ids).one()
     if drawn >= highest:
         return
-    moved = connection.execute(_MOVE_UP, {"drawn": drawn, "highest": highest}).rowcount
+    moved = connection.execute(about.move_up, {"drawn": drawn, "highest": highest}).rowcount
     connection.execute(text("SELECT setval(CAST(:it AS regclass), :to)"), {"it": sequence, "to": highest + moved})
 
 
@@ -188,69 +201,30 @@ _LEASED = text(
     WHERE l.locked_until > clock_timestamp() ORDER BY 1, 2
     """
 )
-_SURVEY = text(
+_LANES_AND_FAILED = text(
     f"""
     SELECT (SELECT count(*) FROM ({_LANES}) l), (SELECT count(*) FROM ({_LANES}) l WHERE sending),
-           (SELECT count(*) FROM ({_UNDONE}) u),
-           (SELECT count(*) FROM ({_LANES}) l JOIN pillarbox_outbox o
-                ON {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.reached
-            WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)),
            (SELECT count(*) FROM ({_LANES}) l JOIN pillarbox_failures f
                 ON f.route = l.route AND f.shard = l.shard AND f.status IN ('RETRYING', 'PARKED', 'FAILED'))
     """  # noqa: S608  constants
 )
 
+
+@dataclass(frozen=True, slots=True)
+class _Statements:
+    """What is said about one table of deliveries."""
+
+    survey: TextClause
+    forget: TextClause
+    before_failed: TextClause
+    late: TextClause
+    forget_the_rest: TextClause
+    ids: TextClause
+    move_up: TextClause
+
+
 # A fresh copy has no statistics: without this each portion may read and sort all that is left.
 _IN_ORDER = text("SELECT set_config(name, 'off', true) FROM (VALUES ('enable_seqscan'), ('enable_bitmapscan')) s(name)")
-# By the primary key, so that it is walked over once. Not those that were written here: if their ids are to
-# be told from the copied ones, it is by these numbers.
-_FORGET = text(
-    f"""
-    WITH page AS MATERIALIZED (
-        SELECT o.event_id, o.route, o.schema_version, o.shard, o.id, o.xid, o.tenant, o.tableoid AS part,
-               o.ctid AS place, CAST(o.xid AS xid) = o.xmin AS ours
-        FROM pillarbox_outbox o
-        WHERE (o.event_id, o.route, o.schema_version)
-              > (CAST(:event AS uuid), CAST(:route AS bigint), CAST(:version AS integer))
-        ORDER BY o.event_id, o.route, o.schema_version LIMIT :limit
-    ), done AS (
-        UPDATE pillarbox_outbox o SET xid = NULL
-        FROM page p JOIN ({_LANES}) l ON l.route = p.route AND l.shard = p.shard
-        WHERE o.ctid = p.place AND o.tableoid = p.part
-          AND p.xid >= CAST(CAST(:oldest AS text) AS xid8) AND NOT p.ours
-          AND (p.id > l.reached
-               OR pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, p.tenant), p.id, p.xid))
-        RETURNING 1
-    )
-    SELECT event_id, route, schema_version, (SELECT count(*) FROM done) FROM page
-    ORDER BY event_id DESC, route DESC, schema_version DESC LIMIT 1
-    """  # noqa: S608  constants
-)
-_BEFORE_FAILED = text(
-    f"""
-    INSERT INTO pillarbox_failures (route, shard, row_id, tenant, key, status, available_at)
-    SELECT o.route, o.shard, o.id, o.tenant, o.key, 'RETRYING', clock_timestamp() FROM ({_UNDONE}) o
-    WHERE EXISTS (
-        SELECT FROM pillarbox_failures f
-        WHERE {_FAILURE} AND f.key = o.key AND f.tenant IS NOT DISTINCT FROM o.tenant AND f.row_id > o.id
-          AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
-    )
-    """  # noqa: S608  constants
-)
-_LATE = text(
-    f"""
-    UPDATE pillarbox_outbox o SET xid = pg_current_xact_id() FROM ({_UNDONE}) u
-    WHERE o.event_id = u.event_id AND o.route = u.route AND o.schema_version = u.schema_version
-    """  # noqa: S608  constants
-)
-# By chance a number of the source may be ours. What we have just written is known by its xmin.
-_FORGET_THE_REST = text(
-    f"""
-    UPDATE pillarbox_outbox o SET xid = NULL FROM pillarbox_lanes l
-    WHERE {_HERE} AND o.xid >= CAST(CAST(:oldest AS text) AS xid8)
-      AND o.xmin <> CAST(pg_current_xact_id() AS xid)
-    """  # noqa: S608  constants
-)
 _MOVE = text(
     f"""
     UPDATE pillarbox_lanes l
@@ -259,20 +233,86 @@ _MOVE = text(
     FROM ({_LANES}) p WHERE p.route = l.route AND p.shard = l.shard
     """  # noqa: S608  constants
 )
-_IDS = text(
-    """
-    SELECT s.name, coalesce(pg_sequence_last_value(CAST(s.name AS regclass)), 0),
-           (SELECT coalesce(max(id), 0) FROM pillarbox_outbox)
-    FROM pg_get_serial_sequence('pillarbox_outbox', 'id') AS s(name)
-    """
-)
-_MOVE_UP = text(
-    """
-    UPDATE pillarbox_outbox o SET id = n.id
-    FROM (
-        SELECT event_id, route, schema_version, :highest + row_number() OVER (ORDER BY id) AS id FROM pillarbox_outbox
-        WHERE id <= :drawn AND CAST(xid AS xid) = xmin
-    ) n
-    WHERE o.event_id = n.event_id AND o.route = n.route AND o.schema_version = n.schema_version
-    """
-)
+
+
+def _statements(table: str) -> _Statements:
+    undone = _undone(table)
+    return _Statements(
+        survey=text(
+            f"""
+            SELECT (SELECT count(*) FROM ({undone}) u),
+                   (SELECT count(*) FROM ({_LANES}) l JOIN {table} o
+                        ON {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.reached
+                    WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id))
+            """  # noqa: S608  constants
+        ),
+        # By the primary key, so that it is walked over once. Not those that were written here: if their ids are to
+        # be told from the copied ones, it is by these numbers.
+        forget=text(
+            f"""
+            WITH page AS MATERIALIZED (
+                SELECT o.event_id, o.route, o.schema_version, o.shard, o.id, o.xid, o.tenant, o.tableoid AS part,
+                       o.ctid AS place, CAST(o.xid AS xid) = o.xmin AS ours
+                FROM {table} o
+                WHERE (o.event_id, o.route, o.schema_version)
+                      > (CAST(:event AS uuid), CAST(:route AS bigint), CAST(:version AS integer))
+                ORDER BY o.event_id, o.route, o.schema_version LIMIT :limit
+            ), done AS (
+                UPDATE {table} o SET xid = NULL
+                FROM page p JOIN ({_LANES}) l ON l.route = p.route AND l.shard = p.shard
+                WHERE o.ctid = p.place AND o.tableoid = p.part
+                  AND p.xid >= CAST(CAST(:oldest AS text) AS xid8) AND NOT p.ours
+                  AND (p.id > l.reached
+                       OR pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, p.tenant), p.id, p.xid))
+                RETURNING 1
+            )
+            SELECT event_id, route, schema_version, (SELECT count(*) FROM done) FROM page
+            ORDER BY event_id DESC, route DESC, schema_version DESC LIMIT 1
+            """  # noqa: S608  constants
+        ),
+        before_failed=text(
+            f"""
+            INSERT INTO pillarbox_failures (route, shard, row_id, tenant, key, status, available_at)
+            SELECT o.route, o.shard, o.id, o.tenant, o.key, 'RETRYING', clock_timestamp() FROM ({undone}) o
+            WHERE EXISTS (
+                SELECT FROM pillarbox_failures f
+                WHERE {_FAILURE} AND f.key = o.key AND f.tenant IS NOT DISTINCT FROM o.tenant AND f.row_id > o.id
+                  AND f.status IN ('RETRYING', 'PARKED', 'FAILED')
+            )
+            """  # noqa: S608  constants
+        ),
+        late=text(
+            f"""
+            UPDATE {table} o SET xid = pg_current_xact_id() FROM ({undone}) u
+            WHERE o.event_id = u.event_id AND o.route = u.route AND o.schema_version = u.schema_version
+            """  # noqa: S608  constants
+        ),
+        # By chance a number of the source may be ours. What we have just written is known by its xmin.
+        forget_the_rest=text(
+            f"""
+            UPDATE {table} o SET xid = NULL FROM pillarbox_lanes l
+            WHERE {_HERE} AND o.xid >= CAST(CAST(:oldest AS text) AS xid8)
+              AND o.xmin <> CAST(pg_current_xact_id() AS xid)
+            """  # noqa: S608  constants
+        ),
+        ids=text(
+            f"""
+            SELECT s.name, coalesce(pg_sequence_last_value(CAST(s.name AS regclass)), 0),
+                   (SELECT coalesce(max(id), 0) FROM {table})
+            FROM pg_get_serial_sequence('{table}', 'id') AS s(name)
+            """  # noqa: S608  constants
+        ),
+        move_up=text(
+            f"""
+            UPDATE {table} o SET id = n.id
+            FROM (
+                SELECT event_id, route, schema_version, :highest + row_number() OVER (ORDER BY id) AS id FROM {table}
+                WHERE id <= :drawn AND CAST(xid AS xid) = xmin
+            ) n
+            WHERE o.event_id = n.event_id AND o.route = n.route AND o.schema_version = n.schema_version
+            """  # noqa: S608  constants
+        ),
+    )
+
+
+_EACH = {table: _statements(table) for table in TABLES}

@@ -22,20 +22,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import Connection, and_, case, func, or_, select, text, tuple_
+from sqlalchemy import Connection, TextClause, and_, case, func, or_, select, text, tuple_
 
 from ..clock import first_uuid7
 from ..cursor import Cursor
 from ..errors import StoreError
-from ..outbox import Status, stable_hash
+from ..outbox import OUTBOUND, TABLES, Status, stable_hash
 from . import origin
+from .append import route_record
 from .columns import from_now
 from .log_sql import TELLS_ABOUT
-from .queue_sql import WORDS, with_json
-from .tables import outbox, routes
+from .queue_sql import with_json, words
+from .tables import deliveries, lanes, routes
 from .trail import one_person_at_a_time
 
 MINIMUM_AGE = 60.0
@@ -63,6 +65,8 @@ class Scope:
     before: datetime
     now: datetime
     route: int | None = None
+    tables: tuple[str, ...] = TABLES
+    """Where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Old:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of the outbox that is walked by one index: a lane of a log, or a range of the primary key."""
+    """A part of a table that is walked by one index: a lane of a log, or a range of the primary key."""
 
     route: int | None = None
     shard: int = 0
@@ -93,6 +97,7 @@ class Stretch:
     # Of the ids of events.
     first: UUID = _FIRST
     last: UUID = _LAST
+    table: str = OUTBOUND
 
 
 Position = tuple[Any, ...]
@@ -110,29 +115,43 @@ class Page:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def scope(connection: Connection, *, older_than: float, route: str | None = None) -> Scope:
-    """What an age means now. `StoreError` if this database cannot tell what may go, or has no such route."""
+def scope(
+    connection: Connection, *, older_than: float, route: str | None = None, tables: tuple[str, ...] = TABLES
+) -> Scope:
+    """What an age means now. `StoreError` if this database cannot tell what may go, or has no such route, or has its
+    deliveries in none of these tables.
+    """
     guard(connection)
-    if route is not None and connection.scalar(select(routes.c.id).where(routes.c.id == stable_hash(route))) is None:
-        raise StoreError(f"there is no route {route!r}: see `pillarbox lanes list`")
     before, now = connection.execute(select(from_now(-older_than), from_now())).one()
-    return Scope(before, now, None if route is None else stable_hash(route))
+    if route is None:
+        return Scope(before, now, tables=tables)
+    found = connection.execute(select(routes).where(routes.c.id == stable_hash(route))).one_or_none()
+    if found is None:
+        raise StoreError(f"there is no route {route!r}: see `pillarbox lanes list`")
+    record = route_record(found._mapping)
+    if record.table not in tables:
+        raise StoreError(f"the deliveries of route {route!r} are in {record.table}, not in {', '.join(tables)}")
+    return Scope(before, now, record.id, (record.table,))
 
 
 def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
     """Where to look, in this order: what is left behind by the lanes of a log is quickly walked over afterwards."""
     if not _is_postgres(connection):
-        return [Stretch()]
+        return [Stretch(table=table) for table in scope.tables]
     found = []
-    for route, shard in connection.execute(_LOGS, {"route": scope.route}).all():
-        lane = {"route": route, "shard": shard}
+    for row in connection.execute(_LOGS if scope.route is None else _LOGS.where(lanes.c.route == scope.route)).all():
+        lane, table = {"route": row.id, "shard": row.shard}, route_record(row._mapping).table
+        if table not in scope.tables:
+            continue
         is_told = connection.execute(_JOURNALED, lane).first() is not None
         old = _old(connection, scope, lane) if is_told else None
         if old is None or old.reach:
-            found.append(Stretch(route, shard, old))
+            found.append(Stretch(row.id, row.shard, old, table=table))
     # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
     young, ahead = first_uuid7(scope.before.timestamp()), first_uuid7(scope.now.timestamp() + _CLOCKS_DIFFER)
-    return [*found, Stretch(last=young), Stretch(first=max(young, ahead))]
+    for table in scope.tables:
+        found += [Stretch(last=young, table=table), Stretch(first=max(young, ahead), table=table)]
+    return found
 
 
 def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position, limit: int) -> Page:
@@ -141,7 +160,7 @@ def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position
         return _log_page(connection, scope, stretch, after, limit)
     # On PostgreSQL ids have no index of their own, and the identity is the primary key; elsewhere the id is.
     postgres = _is_postgres(connection)
-    o = outbox.alias("o")
+    o = deliveries[stretch.table].alias("o")
     position = (o.c.event_id, o.c.route, o.c.schema_version) if postgres else (o.c.id,)
     behind = []
     if after:
@@ -185,10 +204,10 @@ def _log_page(connection: Connection, scope: Scope, stretch: Stretch, after: Pos
         "limit": limit,
         **by_journal(stretch.old),
     }
-    statement = _LOG_PAGE
-    if (stretch.first, stretch.last) != (_FIRST, _LAST):
-        statement, asked = _LOG_PAGE_OF_RANGE, asked | {"first": str(stretch.first), "last": str(stretch.last)}
-    rows = connection.execute(statement, asked).all()
+    of_range = (stretch.first, stretch.last) != (_FIRST, _LAST)
+    if of_range:
+        asked |= {"first": str(stretch.first), "last": str(stretch.last)}
+    rows = connection.execute(_page_of(stretch.table, of_range=of_range), asked).all()
     return Page(_keys(rows), (rows[-1].id,) if len(rows) == limit else None)
 
 
@@ -243,18 +262,18 @@ def guard(connection: Connection) -> None:
 # -- deleting ----------------------------------------------------------------------------------------------------------
 
 
-def remove(connection: Connection, keys: Sequence[RowKey]) -> int:
+def remove(connection: Connection, keys: Sequence[RowKey], table: str = OUTBOUND) -> int:
     """Delete those of the rows that are still there and may still go, with the records about them; how many."""
     alone(connection)
     if not keys:
         return 0
     if not _is_postgres(connection):
         told = {"ids": sorted(key.id for key in keys)}
-        from_the_book, from_the_outbox = map(with_json, WORDS[connection.dialect.name].remove)
+        from_the_book, from_the_table = map(with_json, words(connection.dialect.name, table).remove)
         connection.execute(from_the_book, told)
-        return int(connection.execute(from_the_outbox, told).rowcount)
+        return int(connection.execute(from_the_table, told).rowcount)
     guard(connection)
-    return int(connection.execute(_REMOVE, identities(keys)).scalar_one())
+    return int(connection.execute(_removal(table), identities(keys)).scalar_one())
 
 
 def identities(keys: Sequence[RowKey]) -> dict[str, list[Any]]:
@@ -276,7 +295,7 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
     alone(connection)
     high = stretch.old.reach
     lane = {"route": stretch.route, "shard": stretch.shard, "high": high}
-    rows = connection.execute(_REMAINING, {**lane, "limit": _REMEMBERED + 1}).all()
+    rows = connection.execute(_remaining(stretch.table), {**lane, "limit": _REMEMBERED + 1}).all()
     bound = high + 1
     if len(rows) > _REMEMBERED:
         bound = max(row.id for row in rows)
@@ -329,10 +348,7 @@ cursor passes a row in the transaction that writes its failure."""
 
 _BY_INDEX = text("SELECT set_config('enable_seqscan', 'off', true)")
 """For this transaction: all that is asked has an index, whatever the statistics say."""
-_LOGS = text(
-    "SELECT l.route, l.shard FROM pillarbox_lanes l "
-    "WHERE l.route = coalesce(CAST(:route AS bigint), l.route) ORDER BY l.route, l.shard"
-)
+_LOGS = select(lanes.c.shard, routes).join(routes, routes.c.id == lanes.c.route).order_by(lanes.c.route, lanes.c.shard)
 _JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard LIMIT 1")
 _SETTLED = text(
     """
@@ -358,63 +374,76 @@ END)"""
 """Whether the journal says that a row was dealt with before the moment that counts; an empty one says nothing against
 it."""
 _OLD = OLD.format(told="CAST(:told AS text)", passed="CAST(:passed AS text)")
-_LOG_PAGE = text(
-    f"""
-    SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
-           AND {_OLD} AS may_go
-    FROM pillarbox_lanes l CROSS JOIN LATERAL (
-        SELECT o.* FROM pillarbox_outbox o
-        WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > :after
-          AND o.id <= least({_HIGH}, CAST(:reach AS bigint))
-        ORDER BY o.id LIMIT :limit
-    ) o
-    WHERE l.route = :route AND l.shard = :shard ORDER BY o.id
-    """  # noqa: S608  constants
-)
 _OF_RANGE = "AND o.event_id >= CAST(:first AS uuid) AND o.event_id < CAST(:last AS uuid)"
-_LOG_PAGE_OF_RANGE = text(_LOG_PAGE.text.replace("AND o.id > :after", f"AND o.id > :after {_OF_RANGE}"))
-"""The same, in the partitions of a range."""
-_REMOVE = text(
-    f"""
-    WITH found AS MATERIALIZED (
-        SELECT found.part, found.place
-        FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
-                    CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
-        CROSS JOIN LATERAL (
-            SELECT o.tableoid AS part, o.ctid AS place FROM pillarbox_outbox o
-            LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
-            WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
-              AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND})
-            LIMIT 1
-        ) found
-    ), gone AS (
-        DELETE FROM pillarbox_outbox
-        WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
-        RETURNING route, shard, id
-    ), records AS (
-        DELETE FROM pillarbox_failures f USING gone
-        WHERE f.route = gone.route AND f.shard = gone.shard AND f.row_id = gone.id
-          AND f.status IN ('DISCARDED', 'SENT')
-    )
-    SELECT count(*) FROM gone
-    """  # noqa: S608  constants
-)
-"""By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end, is
-never updated."""
 
-# What remains of what cursors have passed: failures, mostly.
-_REMAINING = text(
-    f"""
-    SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
-    FROM pillarbox_lanes l CROSS JOIN LATERAL (
-        SELECT o.id, o.xid, o.tenant FROM pillarbox_outbox o
-        WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id <= :high
-          AND pillarbox_covered({_CURSOR}, o.id, o.xid)
-        ORDER BY o.id LIMIT :limit
-    ) o
-    WHERE l.route = :route AND l.shard = :shard ORDER BY o.id LIMIT :limit
-    """  # noqa: S608  constants
-)
+
+@cache
+def _page_of(table: str, *, of_range: bool) -> TextClause:
+    """The next rows of a lane; ``of_range``: of the partitions of a range."""
+    return text(
+        f"""
+        SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
+               AND {_OLD} AS may_go
+        FROM pillarbox_lanes l CROSS JOIN LATERAL (
+            SELECT o.* FROM {table} o
+            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+              AND o.id > :after {_OF_RANGE if of_range else ""} AND o.id <= least({_HIGH}, CAST(:reach AS bigint))
+            ORDER BY o.id LIMIT :limit
+        ) o
+        WHERE l.route = :route AND l.shard = :shard ORDER BY o.id
+        """  # noqa: S608  constants
+    )
+
+
+@cache
+def _removal(table: str) -> TextClause:
+    """By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end,
+    is never updated.
+    """
+    return text(
+        f"""
+        WITH found AS MATERIALIZED (
+            SELECT found.part, found.place
+            FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
+                        CAST(:versions AS integer[])) AS w(id, event_id, route, schema_version)
+            CROSS JOIN LATERAL (
+                SELECT o.tableoid AS part, o.ctid AS place FROM {table} o
+                LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
+                WHERE o.event_id = w.event_id AND o.route = w.route AND o.schema_version = w.schema_version
+                  AND o.id = w.id AND (o.status IN ('SENT', 'DISCARDED') OR {BEHIND})
+                LIMIT 1
+            ) found
+        ), gone AS (
+            DELETE FROM {table}
+            WHERE ctid = ANY (ARRAY(SELECT place FROM found)) AND (tableoid, ctid) IN (SELECT part, place FROM found)
+            RETURNING route, shard, id
+        ), records AS (
+            DELETE FROM pillarbox_failures f USING gone
+            WHERE f.route = gone.route AND f.shard = gone.shard AND f.row_id = gone.id
+              AND f.status IN ('DISCARDED', 'SENT')
+        )
+        SELECT count(*) FROM gone
+        """  # noqa: S608  constants
+    )
+
+
+@cache
+def _remaining(table: str) -> TextClause:
+    """What remains of what cursors have passed: failures, mostly."""
+    return text(
+        f"""
+        SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
+        FROM pillarbox_lanes l CROSS JOIN LATERAL (
+            SELECT o.id, o.xid, o.tenant FROM {table} o
+            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+              AND o.id <= :high AND pillarbox_covered({_CURSOR}, o.id, o.xid)
+            ORDER BY o.id LIMIT :limit
+        ) o
+        WHERE l.route = :route AND l.shard = :shard ORDER BY o.id LIMIT :limit
+        """  # noqa: S608  constants
+    )
+
+
 _NEEDED = text(
     f"""
     SELECT j.high, j.batch

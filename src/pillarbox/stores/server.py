@@ -23,9 +23,9 @@ def variables(connection: Connection, names: Collection[str]) -> dict[str, str]:
     return {name: str(value) for name, value in found}
 
 
-def id_cache(connection: Connection) -> int:
-    """How many outbox ids a PostgreSQL session draws at once."""
-    cache: int = connection.execute(_ID_CACHE).scalar_one()
+def id_cache(connection: Connection, table: str) -> int:
+    """How many ids of a table a PostgreSQL session draws at once."""
+    cache: int = connection.execute(_ID_CACHE, {"table": table}).scalar_one()
     return cache
 
 
@@ -37,5 +37,5 @@ _VARIABLES = {
 }
 _ID_CACHE = text(
     "SELECT seqcache FROM pg_sequence "
-    "WHERE seqrelid = CAST(pg_get_serial_sequence('pillarbox_outbox', 'id') AS regclass)"
+    "WHERE seqrelid = CAST(pg_get_serial_sequence(CAST(:table AS text), 'id') AS regclass)"
 )

@@ -5,13 +5,14 @@
 ``pillarbox_lanes``   one row per route and shard: who owns it, how far it has come, and what troubles it
 ``pillarbox_relays``  the relays that are alive, and what they serve
 ``pillarbox_tenants`` tenants that are paused or held to a rate
-``pillarbox_outbox``  the deliveries
+``pillarbox_outbox``  the deliveries that leave
+``pillarbox_inbound`` the deliveries that wait for a consumer
+``pillarbox_claims``  which messages of a consumer wait, and which of them later ones must not overtake
 ``pillarbox_failures`` the failure book: deliveries that have failed, and those that wait behind one
 ``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
 ``pillarbox_audit``   what people have done, for ever
 ``pillarbox_consumers`` every consumer that was ever registered, and how far it has come
-``pillarbox_inbox``   the messages that a consumer has dealt with
-``pillarbox_letters`` messages that a consumer could not turn into an effect
+``pillarbox_inbox``   the messages that a consumer knows
 ``pillarbox_unsent``  a view of what is still to be sent, for counting
 ``outbox_events``     a view of all of it, for people
 
@@ -41,6 +42,7 @@ from sqlalchemy import (
     text,
 )
 
+from ..outbox import OUTBOUND, TABLES
 from .columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
 
 metadata = MetaData()
@@ -112,28 +114,35 @@ tenants = Table(
     Column("rate", Double),
 )
 
-outbox = Table(
-    "pillarbox_outbox",
-    metadata,
-    Column("id", AutoId, Identity(), primary_key=True),
-    Column("event_id", Uuid, nullable=False),
-    Column("event_type", String(200), nullable=False),
-    Column("route", BigInteger, nullable=False),
-    Column("shard", Integer, nullable=False),
-    Column("schema_version", Integer, nullable=False),
-    Column("topic", Name, nullable=False),
-    Column("key", ByteExact(512), nullable=False),
-    Column("tenant", ByteExact(200)),
-    Column("headers", JsonText, nullable=False),
-    Column("body", LongBytes, nullable=False),
-    Column("created_at", Utc, nullable=False, server_default=now()),
-    Column("status", String(10), nullable=False, server_default="PENDING"),
-    Column("attempts", Integer, nullable=False, server_default="0"),
-    Column("batch", BigInteger),
-    Column("number", BigInteger),
-    Column("last_error", LongText),
-    Column("sent_at", Utc),
-)
+
+def _deliveries(name: str) -> Table:
+    return Table(
+        name,
+        metadata,
+        Column("id", AutoId, Identity(), primary_key=True),
+        Column("event_id", Uuid, nullable=False),
+        Column("event_type", String(200), nullable=False),
+        Column("route", BigInteger, nullable=False),
+        Column("shard", Integer, nullable=False),
+        Column("schema_version", Integer, nullable=False),
+        Column("topic", Name, nullable=False),
+        Column("key", ByteExact(512), nullable=False),
+        Column("tenant", ByteExact(200)),
+        Column("headers", JsonText, nullable=False),
+        Column("body", LongBytes, nullable=False),
+        Column("created_at", Utc, nullable=False, server_default=now()),
+        Column("status", String(10), nullable=False, server_default="PENDING"),
+        Column("attempts", Integer, nullable=False, server_default="0"),
+        Column("batch", BigInteger),
+        Column("number", BigInteger),
+        Column("last_error", LongText),
+        Column("sent_at", Utc),
+    )
+
+
+deliveries = {name: _deliveries(name) for name in TABLES}
+"""The tables of deliveries, by their names."""
+outbox = deliveries[OUTBOUND]
 
 failures = Table(
     "pillarbox_failures",
@@ -191,7 +200,6 @@ consumers = Table(
     Column("last_event_id", Uuid),
     Column("last_occurred_at", Utc),
     Column("lag", Double),
-    Column("held", Integer, nullable=False, server_default="0"),
     Column("seen_at", Utc),
     Column("updated_at", Utc, nullable=False),
 )
@@ -207,24 +215,14 @@ inbox = Table(
     Column("at", Utc, nullable=False, server_default=now()),
 )
 
-letters = Table(
-    "pillarbox_letters",
+claims = Table(
+    "pillarbox_claims",
     metadata,
-    Column("id", AutoId, Identity(), primary_key=True),
-    Column("consumer", Name, nullable=False),
-    Column("kind", String(10), nullable=False),
-    Column("state", String(10), nullable=False),
-    Column("reason", LongText, nullable=False),
-    Column("tenant", ByteExact(200)),
-    Column("event_id", Uuid),
-    Column("event_type", String(200), nullable=False),
-    Column("schema_version", Integer, nullable=False),
-    Column("topic", Name, nullable=False),
-    Column("key", ByteExact(512), nullable=False),
-    Column("headers", JsonText, nullable=False),
-    Column("body", LongBytes, nullable=False),
-    Column("edited", LongBytes),
-    Column("attempts", Integer, nullable=False),
-    Column("created_at", Utc, nullable=False, server_default=now()),
-    Column("updated_at", Utc, nullable=False, server_default=now()),
+    Column("consumer", BigInteger, primary_key=True, autoincrement=False),
+    Column("line", BigInteger, primary_key=True, autoincrement=False),
+    Column("inbox_id", Uuid, primary_key=True),
+    Column("tenant", ByteExact(200), nullable=False, server_default=""),
+    Column("delivery", Uuid, nullable=False),
+    Column("gate", Boolean, nullable=False),
+    Column("refused", LongText),
 )

@@ -10,7 +10,7 @@ from alembic.operations import Operations
 
 from ... import clock
 from ...errors import StoreError
-from ...outbox import SHARDS
+from ...outbox import SHARDS, TABLES
 from .. import origin
 from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, TransactionId, Utc, now
 from .views import VIEWS
@@ -32,7 +32,8 @@ def upgrade(op: Operations) -> None:
                 f"{OLDEST_POSTGRESQL[0]}: upgrade the server"
             )
     _make_lanes(op)
-    _make_outbox(op, postgres)
+    for table in TABLES:
+        _make_deliveries(op, table, postgres)
     _make_failures(op)
     if postgres:
         _make_log(op)
@@ -95,14 +96,14 @@ def _make_lanes(op: Operations) -> None:
     )
 
 
-def _make_outbox(op: Operations, postgres: bool) -> None:
+def _make_deliveries(op: Operations, name: str, postgres: bool) -> None:
     # Every index is paid for by every business transaction. On PostgreSQL the id needs none of its own, because the
     # lane's index leads to it; MySQL and SQLite keep their rows in the order of the primary key, and theirs is the id.
     identity = sa.PrimaryKeyConstraint if postgres else sa.UniqueConstraint
     xid = sa.Column("xid", TransactionId, server_default=sa.text("pg_current_xact_id()"))
     _make_table(
         op,
-        "pillarbox_outbox",
+        name,
         sa.Column("id", AutoId, sa.Identity(), primary_key=not postgres, nullable=False),
         sa.Column("event_id", sa.Uuid, nullable=False),
         sa.Column("event_type", sa.String(200), nullable=False),
@@ -122,10 +123,16 @@ def _make_outbox(op: Operations, postgres: bool) -> None:
         sa.Column("last_error", LongText),
         sa.Column("sent_at", Utc),
         *([xid] if postgres else []),
-        identity("event_id", "route", "schema_version", name="uq_pillarbox_outbox_event"),
+        identity("event_id", "route", "schema_version", name=f"uq_{name}_event"),
     )
     is_unsent = sa.text("status <> 'SENT'")
-    _make_index(op, "ix_pillarbox_outbox_lane", "pillarbox_outbox", "route", "shard", "status", "id", where=is_unsent)
+    _make_index(op, f"ix_{name}_lane", name, "route", "shard", "status", "id", where=is_unsent)
+    if postgres:
+        # Leads to the rows of a transaction in a lane. Both this and the lane's index are partial, so that no statement
+        # can be planned with the wrong one, whatever the statistics say: only what names an xid can use this one, and
+        # only what names a status the other.
+        has_xid = sa.text("xid IS NOT NULL")
+        _make_index(op, f"ix_{name}_xid", name, "route", "shard", "xid", "id", where=has_xid)
 
 
 def _make_failures(op: Operations) -> None:
@@ -160,11 +167,6 @@ def _make_failures(op: Operations) -> None:
 
 def _make_log(op: Operations) -> None:
     """What only a log needs."""
-    # Leads to the rows of a transaction in a lane. Both this and the lane's index are partial, so that no statement can
-    # be planned with the wrong one, whatever the statistics say: only what names an xid can use this one, and only what
-    # names a status the other.
-    has_xid = sa.text("xid IS NOT NULL")
-    _make_index(op, "ix_pillarbox_outbox_xid", "pillarbox_outbox", "route", "shard", "xid", "id", where=has_xid)
     op.execute(
         """
 CREATE TABLE pillarbox_journal (
@@ -237,7 +239,7 @@ def _make_operations(op: Operations) -> None:
 
 
 def _make_receiving_end(op: Operations) -> None:
-    """Consumers, what they have dealt with, and letters about what they could not."""
+    """Consumers, and the messages that they know."""
     _make_table(
         op,
         "pillarbox_consumers",
@@ -251,7 +253,6 @@ def _make_receiving_end(op: Operations) -> None:
         sa.Column("last_event_id", sa.Uuid),
         sa.Column("last_occurred_at", Utc),
         sa.Column("lag", sa.Double),
-        sa.Column("held", sa.Integer, nullable=False, server_default="0"),
         sa.Column("seen_at", Utc),
         sa.Column("updated_at", Utc, nullable=False),
     )
@@ -273,30 +274,23 @@ def _make_receiving_end(op: Operations) -> None:
     # can use it: for want of statistics PostgreSQL may look for an event among all rows of its consumer.
     names_a_moment = sa.text("at > '-infinity'")
     op.create_index("ix_pillarbox_inbox_at", "pillarbox_inbox", ["consumer", "at"], postgresql_where=names_a_moment)
+    # A row for each message that waits, none as a rule: each batch of messages looks for those of its lines.
     _make_table(
         op,
-        "pillarbox_letters",
-        sa.Column("id", AutoId, sa.Identity(), primary_key=True),
-        sa.Column("consumer", Name, nullable=False),
-        sa.Column("kind", sa.String(10), nullable=False),
-        sa.Column("state", sa.String(10), nullable=False),
-        sa.Column("reason", LongText, nullable=False),
-        sa.Column("tenant", ByteExact(200)),
-        sa.Column("event_id", sa.Uuid),
-        sa.Column("event_type", sa.String(200), nullable=False),
-        sa.Column("schema_version", sa.Integer, nullable=False),
-        sa.Column("topic", Name, nullable=False),
-        sa.Column("key", ByteExact(512), nullable=False),
-        sa.Column("headers", JsonText, nullable=False),
-        sa.Column("body", LongBytes, nullable=False),
-        sa.Column("edited", LongBytes),
-        sa.Column("attempts", sa.Integer, nullable=False),
-        sa.Column("created_at", Utc, nullable=False, server_default=now()),
-        sa.Column("updated_at", Utc, nullable=False, server_default=now()),
+        "pillarbox_claims",
+        sa.Column("consumer", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("line", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("inbox_id", sa.Uuid, primary_key=True),
+        sa.Column("tenant", ByteExact(200), nullable=False, server_default=""),
+        sa.Column("delivery", sa.Uuid, nullable=False),
+        sa.Column("gate", sa.Boolean, nullable=False),
+        sa.Column("refused", LongText),
     )
-    _make_index(op, "ix_pillarbox_letters_consumer", "pillarbox_letters", "consumer", "state", "id")
-    # Leads to the open letters of a key, however many of it were closed: a projection looks for those that it holds.
-    _make_index(op, "ix_pillarbox_letters_key", "pillarbox_letters", "consumer", "state", "key", "tenant", "id")
+    gates = sa.text("gate")
+    # A line may have many claims that gate nothing: failed ones, which wait for a person.
+    _make_index(op, "ix_pillarbox_claims_gate", "pillarbox_claims", "consumer", "line", "gate", where=gates)
+    _make_index(op, "ix_pillarbox_claims_delivery", "pillarbox_claims", "delivery")
+    _make_index(op, "ix_pillarbox_claims_inbox", "pillarbox_claims", "inbox_id")
 
 
 def _install(op: Operations) -> None:

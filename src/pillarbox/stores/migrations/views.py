@@ -1,10 +1,16 @@
 """The views of the schema, and the functions that they need on PostgreSQL, as one text for each database.
 
-``outbox_events`` is the outbox for people, ``pillarbox_unsent`` what is still to be sent, for counting. A body that is
-no JSON, whatever its content type says, is shown as null: it must never fail the view.
+``outbox_events`` is all deliveries for people, ``pillarbox_unsent`` what is still to be sent, for counting. Each joins
+two views, of what goes out and of what has come in, and it is those that Pillarbox itself asks: where a view of both
+tables is no longer a part of the statement that asks, a database reads all of it. A body that is no JSON, whatever its
+content type says, is shown as null: it must never fail the view.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+_DIRECTIONS = {"outbound": "pillarbox_outbox", "inbound": "pillarbox_inbound"}
 
 
 def _headers(extracted: str, *names: str) -> str:
@@ -16,7 +22,7 @@ def _headers(extracted: str, *names: str) -> str:
 
 # What a delivery is, is nowhere written down: its lane's cursor says it, the announced batch, and the failure book.
 _POSTGRES_HEADER = "coalesce(f.headers, o.headers) ->> '{}'"
-POSTGRESQL = (
+_FUNCTIONS = (
     """
 CREATE FUNCTION pillarbox_json_text(body bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
 BEGIN
@@ -47,10 +53,15 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
 SELECT coalesce(CAST(detours AS jsonb) ->> tenant, cursor)
 $$
 """,
-    f"""
-CREATE VIEW outbox_events AS
-SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name AS route, r.destination, o.topic,
-       o.shard, o.key, o.tenant AS tenant_id,
+)
+
+
+def _postgresql(direction: str, table: str) -> tuple[str, ...]:
+    return (
+        f"""
+CREATE VIEW pillarbox_{direction}_events AS
+SELECT o.id, CAST('{direction}' AS varchar(10)) AS direction, coalesce(f.event_id, o.event_id) AS event_id,
+       o.event_type, r.name AS route, r.destination, o.topic, o.shard, o.key, o.tenant AS tenant_id,
        {_headers(_POSTGRES_HEADER, "aggregate_type", "aggregate_id", "version")},
        o.schema_version,
        CAST(CASE
@@ -70,7 +81,7 @@ SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name 
        coalesce(f.headers, o.headers) AS headers, pillarbox_json_text(coalesce(f.body, o.body)) AS payload,
        CASE WHEN b.sending THEN l.batch ELSE coalesce(o.batch, j.batch) END AS batch, o.number,
        o.event_id AS raised_event_id
-FROM pillarbox_outbox o
+FROM {table} o
 LEFT JOIN pillarbox_routes r ON r.id = o.route
 LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
 LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
@@ -109,26 +120,26 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) j ON c.covered AND NOT b.sending AND (f.status IS NULL OR f.status = 'SENT')
 """,  # noqa: S608  constants
-    # As far as it is settled, without a look at all that was ever written. The parts are: fresh and late rows of lanes;
-    # what has failed, and what waits behind it; what lanes have passed over, and their detours have not sent. Few lanes
-    # have detours. The planner believes that if it is told by a pattern; else it takes this for so much work that it
-    # compiles the whole view first, for many seconds.
-    """
-CREATE VIEW pillarbox_unsent AS
+        # As far as it is settled, without a look at all that was ever written. The parts are: fresh and late rows of
+        # lanes; what has failed, and what waits behind it; what lanes have passed over, and their detours have not
+        # sent. Few lanes have detours. The planner believes that if it is told by a pattern; else it takes this for so
+        # much work that it compiles the whole view first, for many seconds.
+        f"""
+CREATE VIEW pillarbox_{direction}_unsent AS
 SELECT o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.key, o.status, o.created_at
 FROM pillarbox_lanes l CROSS JOIN LATERAL (
     SELECT CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
            CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot) AS seen
 ) c CROSS JOIN LATERAL (
-    SELECT o.* FROM pillarbox_outbox o
+    SELECT o.* FROM {table} o
     WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > c.high
     UNION ALL
-    SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
+    SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
     WHERE o.route = l.route AND o.shard = l.shard AND o.id <= c.high
       AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
       AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
     UNION ALL
-    SELECT o.* FROM pillarbox_outbox o
+    SELECT o.* FROM {table} o
     WHERE o.route = l.route AND o.shard = l.shard AND o.xid >= pg_snapshot_xmax(c.seen) AND o.id <= c.high
       AND NOT pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o.id, o.xid)
       AND NOT pillarbox_covered(l.cursor, o.id, o.xid)
@@ -140,7 +151,7 @@ UNION ALL
 SELECT f.row_id, coalesce(f.event_id, o.event_id), o.event_type, f.route, f.shard, f.tenant, f.key, f.status,
        o.created_at
 FROM pillarbox_failures f CROSS JOIN LATERAL (
-    SELECT o.* FROM pillarbox_outbox o
+    SELECT o.* FROM {table} o
     WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id = f.row_id
     ORDER BY o.id LIMIT 1
 ) o
@@ -152,27 +163,37 @@ CROSS JOIN LATERAL (
     SELECT CAST(split_part(d.cursor, ' ', 1) AS bigint) AS high,
            CAST(split_part(d.cursor, ' ', 2) AS pg_snapshot) AS seen
 ) c CROSS JOIN LATERAL (
-    SELECT o.* FROM pillarbox_outbox o
+    SELECT o.* FROM {table} o
     WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > c.high
     UNION ALL
-    SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN pillarbox_outbox o ON o.xid = running.xid
+    SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
     WHERE o.route = l.route AND o.shard = l.shard AND o.id <= c.high AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
     UNION ALL
-    SELECT o.* FROM pillarbox_outbox o
+    SELECT o.* FROM {table} o
     WHERE o.route = l.route AND o.shard = l.shard AND o.xid >= pg_snapshot_xmax(c.seen) AND o.id <= c.high
       AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
 ) o
-WHERE l.detours LIKE '{%' AND o.tenant = d.tenant AND pillarbox_covered(l.cursor, o.id, o.xid) AND NOT EXISTS (
+WHERE l.detours LIKE '{{%' AND o.tenant = d.tenant AND pillarbox_covered(l.cursor, o.id, o.xid) AND NOT EXISTS (
     SELECT FROM pillarbox_failures f WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
 )
-""",
-)
+""",  # noqa: S608  constants
+    )
+
 
 # -- MariaDB, MySQL and SQLite: a queue --------------------------------------------------------------------------------
 
 
 def _queue(
-    *, key: str, tenant: str, body: str, is_json: str, header: str, announced: str, quote: str
+    direction: str,
+    table: str,
+    *,
+    key: str,
+    tenant: str,
+    body: str,
+    is_json: str,
+    header: str,
+    announced: str,
+    quote: str,
 ) -> tuple[str, ...]:
     # Which rows are on their way stands in the lane's row, so that they are written once, when they are sent.
     sending = f"""(
@@ -181,9 +202,9 @@ def _queue(
        )"""
     return (
         f"""
-CREATE VIEW outbox_events AS
-SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name AS route, r.destination, o.topic,
-       o.shard, {key} AS {quote}key{quote}, {tenant} AS tenant_id,
+CREATE VIEW pillarbox_{direction}_events AS
+SELECT o.id, '{direction}' AS direction, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name AS route,
+       r.destination, o.topic, o.shard, {key} AS {quote}key{quote}, {tenant} AS tenant_id,
        {_headers(header, "aggregate_type", "aggregate_id", "version")},
        o.schema_version,
        CASE WHEN {sending} THEN 'SENDING' ELSE o.status END AS status,
@@ -196,36 +217,70 @@ SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, r.name 
        {_headers(header, "trace_id", "correlation_id", "content_type")},
        coalesce(f.headers, o.headers) AS headers, CASE WHEN {is_json}({body}) THEN {body} END AS payload,
        CASE WHEN {sending} THEN l.batch ELSE o.batch END AS batch, o.number, o.event_id AS raised_event_id
-FROM pillarbox_outbox o
+FROM {table} o
 LEFT JOIN pillarbox_routes r ON r.id = o.route
 LEFT JOIN pillarbox_lanes l ON l.route = o.route AND l.shard = o.shard
 LEFT JOIN pillarbox_failures f ON f.route = o.route AND f.shard = o.shard AND f.row_id = o.id
 """,  # noqa: S608  constants
         f"""
-CREATE VIEW pillarbox_unsent AS
+CREATE VIEW pillarbox_{direction}_unsent AS
 SELECT o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.{quote}key{quote}, o.status, o.created_at
-FROM pillarbox_outbox o WHERE o.status <> 'SENT'
+FROM {table} o WHERE o.status <> 'SENT'
 """,  # noqa: S608  constants
     )
 
 
-MYSQL = _queue(
-    key="CONVERT(o.`key` USING utf8mb4)",
-    tenant="CONVERT(o.tenant USING utf8mb4)",
-    body="CONVERT(coalesce(f.body, o.body) USING utf8mb4)",
-    is_json="JSON_VALID",
-    header="JSON_UNQUOTE(JSON_EXTRACT(coalesce(f.headers, o.headers), '$.{}'))",
-    announced="JSON_CONTAINS(l.announced, CAST(o.id AS CHAR), '$.items')",
-    quote="`",
-)
-SQLITE = _queue(
-    key='o."key"',
-    tenant="o.tenant",
-    body="CAST(coalesce(f.body, o.body) AS TEXT)",
-    is_json="json_valid",
-    header="json_extract(coalesce(f.headers, o.headers), '$.{}')",
-    announced="EXISTS (SELECT 1 FROM json_each(l.announced, '$.items') AS j WHERE j.value = o.id)",
-    quote='"',
+def _mysql(direction: str, table: str) -> tuple[str, ...]:
+    return _queue(
+        direction,
+        table,
+        key="CONVERT(o.`key` USING utf8mb4)",
+        tenant="CONVERT(o.tenant USING utf8mb4)",
+        body="CONVERT(coalesce(f.body, o.body) USING utf8mb4)",
+        is_json="JSON_VALID",
+        header="JSON_UNQUOTE(JSON_EXTRACT(coalesce(f.headers, o.headers), '$.{}'))",
+        announced="JSON_CONTAINS(l.announced, CAST(o.id AS CHAR), '$.items')",
+        quote="`",
+    )
+
+
+def _sqlite(direction: str, table: str) -> tuple[str, ...]:
+    return _queue(
+        direction,
+        table,
+        key='o."key"',
+        tenant="o.tenant",
+        body="CAST(coalesce(f.body, o.body) AS TEXT)",
+        is_json="json_valid",
+        header="json_extract(coalesce(f.headers, o.headers), '$.{}')",
+        announced="EXISTS (SELECT 1 FROM json_each(l.announced, '$.items') AS j WHERE j.value = o.id)",
+        quote='"',
+    )
+
+
+# -- both tables -------------------------------------------------------------------------------------------------------
+
+_BOTH = (
+    """
+CREATE VIEW outbox_events AS
+SELECT * FROM pillarbox_outbound_events UNION ALL SELECT * FROM pillarbox_inbound_events
+""",
+    """
+CREATE VIEW pillarbox_unsent AS
+SELECT 'outbound' AS direction, o.* FROM pillarbox_outbound_unsent o
+UNION ALL
+SELECT 'inbound', i.* FROM pillarbox_inbound_unsent i
+""",
 )
 
-VIEWS = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
+
+def _views(of: Callable[[str, str], tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(view for direction, table in _DIRECTIONS.items() for view in of(direction, table)) + _BOTH
+
+
+VIEWS = {
+    "postgresql": _FUNCTIONS + _views(_postgresql),
+    "mysql": _views(_mysql),
+    "mariadb": _views(_mysql),
+    "sqlite": _views(_sqlite),
+}
