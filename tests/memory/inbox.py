@@ -1,4 +1,4 @@
-"""The inbox and the letters in memory, without a database.
+"""The inbox in memory, without a database.
 
 The connection is a `MemoryTransaction`, or None: then what is written stays at once. A row that a transaction has
 written is its own until it ends; others see what was there before, and whoever wants to write it is told by
@@ -7,18 +7,14 @@ written is its own until it ends; others see what was there before, and whoever 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
-from msgspec.structs import replace
-
 from pillarbox import clock
-from pillarbox.errors import StoreError
-from pillarbox.inbox import Admission, Arrival, Letter, LetterFilter, LetterKind, LetterState
-from pillarbox.redaction import redacted
+from pillarbox.errors import ConcurrencyError, StoreError
+from pillarbox.inbox import Admission, Admitted, Arrival, Claim, Spill
 from pillarbox.stores.inbox import Seen, admissions
 
 _Place = tuple[int, str, UUID]
@@ -40,6 +36,8 @@ class MemoryTransaction:
 
     def __init__(self) -> None:
         self.is_open = True
+        self.gated: Collection[int] | None = None
+        """Which lines were gated when its statement began, while that waits for another transaction."""
         self._undo: list[Callable[[], None]] = []
         self._release: list[Callable[[], None]] = []
         self._waiting: list[Callable[[], object]] = []
@@ -136,131 +134,80 @@ class MemoryTable(Generic[_Key, _Row]):
         del self._held[key]
 
 
+class ClaimLockedError(ConcurrencyError):
+    """Another transaction redeems the claim: nobody waits for that."""
+
+
 class MemoryInbox:
     """`Inbox` without a database."""
 
     def __init__(self) -> None:
         self.table = MemoryTable[_Place, tuple[Seen, datetime]]()
+        self.claims = MemoryTable[tuple[int, Claim], Spill]()
 
     def admit(
-        self, connection: MemoryTransaction | None, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
-    ) -> Sequence[Admission]:
+        self,
+        connection: MemoryTransaction | None,
+        consumer: int,
+        tenant: str | None,
+        arrivals: Sequence[Arrival],
+        *,
+        claims: int = 0,
+        lines: Collection[int] = (),
+    ) -> Admitted:
+        before = None if connection is None else connection.gated
+        gated = self._gated(connection, claims, lines) if before is None else before
+        if connection is not None:
+            connection.gated = gated
         found: dict[UUID, Seen] = {}
         for arrival in arrivals:
             row = self.table.hold(connection, (consumer, tenant or "", arrival.event_id))
             if row is not None:
                 found[arrival.event_id] = row[0]
+        if connection is not None:
+            connection.gated = None
         answers = admissions(found, arrivals)
         now = clock.now()
         for arrival, answer in zip(arrivals, answers, strict=True):
             if answer is Admission.NEW:
                 row = (arrival.schema_version, arrival.digest), now
                 self.table.write(connection, (consumer, tenant or "", arrival.event_id), row)
-        return answers
+        # A statement sees what was committed when it began: after a refusal, another one is needed.
+        return Admitted(answers, self._gated(connection, claims, lines) if found else gated)
 
-    def forget(self, connection: MemoryTransaction | None, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
-        place = consumer, tenant or "", arrival.event_id
-        row = self.table.hold(connection, place)
-        if row is None or row[0] != (arrival.schema_version, arrival.digest):
-            return False
-        self.table.write(connection, place, None)
-        return True
+    def _gated(self, connection: MemoryTransaction | None, claims: int, lines: Collection[int]) -> Collection[int]:
+        seen = self.claims.seen(connection) if lines else ()
+        return {claim.line for (of, claim), spill in seen if of == claims and spill.gate and claim.line in lines}
+
+    def spill(
+        self,
+        connection: MemoryTransaction | None,
+        claims: int,
+        tenant: str | None,  # noqa: ARG002  a claim is found without it
+        spills: Sequence[Spill],
+    ) -> None:
+        for spill in spills:
+            self.claims.write(connection, (claims, spill.claim), spill)
+
+    def redeem(self, connection: MemoryTransaction | None, claims: int, claim: Claim) -> tuple[bool, str | None]:
+        try:
+            spill = self.claims.hold(connection, (claims, claim))
+        except RowLockedError as locked:
+            raise ClaimLockedError("another transaction redeems this claim") from locked
+        if spill is None:
+            return False, None
+        self.claims.write(connection, (claims, claim), None)
+        return True, spill.refused
+
+    def has_claims(self, connection: MemoryTransaction | None, claims: int) -> bool:
+        return any(of == claims for (of, _), _ in self.claims.seen(connection))
 
     def prune(self, connection: MemoryTransaction | None, consumer: int, older_than: timedelta, limit: int) -> int:
-        before = clock.now() - older_than
-        old = [(at, place) for place, (_, at) in self.table.seen(connection) if place[0] == consumer and at < before]
-        gone = sorted(old)[:limit]
+        before = clock.current().now() - older_than
+        waiting = {claim.inbox_id for _, claim in self.claims.rows}
+        rows = self.table.seen(connection)
+        old = [(at, place) for place, (_, at) in rows if place[0] == consumer and at < before]
+        gone = sorted(each for each in old if each[1][2] not in waiting)[:limit]
         for _, place in gone:
             self.table.write(connection, place, None)
         return len(gone)
-
-
-class MemoryLetters:
-    """`Letters` without a database."""
-
-    def __init__(self) -> None:
-        self.table = MemoryTable[int, Letter]()
-        self._last_id = 0
-
-    def write(self, connection: MemoryTransaction | None, letters: Sequence[Letter]) -> Sequence[int]:
-        now = clock.now()
-        first = self._last_id + 1
-        for letter in letters:
-            self._last_id += 1
-            reason = redacted(letter.reason)
-            stored = replace(letter, id=self._last_id, reason=reason, created_at=now, updated_at=now)
-            self.table.write(connection, self._last_id, stored)
-        return range(first, self._last_id + 1)
-
-    def find(
-        self, connection: MemoryTransaction | None, wanted: LetterFilter, *, after: int = 0, limit: int = 100
-    ) -> Sequence[Letter]:
-        found = (letter for number, letter in self.table.seen(connection) if number > after)
-        return [letter for letter in found if _matches(letter, wanted)][:limit]
-
-    def count(self, connection: MemoryTransaction | None, wanted: LetterFilter) -> Mapping[tuple[str, LetterKind], int]:
-        found = (letter for _, letter in self.table.seen(connection) if _matches(letter, wanted))
-        return Counter((letter.consumer, letter.kind) for letter in found)
-
-    def take(self, connection: MemoryTransaction | None, letter_id: int) -> Letter | None:
-        letter = self.table.hold(connection, letter_id)
-        return letter if letter is not None and letter.state is LetterState.OPEN else None
-
-    def close(self, connection: MemoryTransaction | None, letter_id: int, state: LetterState) -> bool:
-        return self._change(connection, letter_id, state=state)
-
-    def failed(self, connection: MemoryTransaction | None, letter_id: int, kind: LetterKind, reason: str) -> bool:
-        letter = self.take(connection, letter_id)
-        attempts = 0 if letter is None else letter.attempts + 1
-        return self._change(connection, letter_id, kind=kind, reason=redacted(reason), attempts=attempts)
-
-    def edit(self, connection: MemoryTransaction | None, letter_id: int, body: bytes) -> bool:
-        return self._change(connection, letter_id, edited=body)
-
-    def prune(
-        self,
-        connection: MemoryTransaction | None,
-        consumer: str,
-        older_than: timedelta,
-        limit: int,
-        *,
-        keep_decisions: bool = False,
-    ) -> int:
-        before = clock.now() - older_than
-        gone = [
-            number
-            for number, letter in self.table.seen(connection)
-            if letter.consumer == consumer and letter.state is not LetterState.OPEN and _changed_at(letter) < before
-            if not (keep_decisions and letter.is_decision)
-        ][:limit]
-        for number in gone:
-            self.table.write(connection, number, None)
-        return len(gone)
-
-    def _change(self, connection: MemoryTransaction | None, letter_id: int, **changes: Any) -> bool:
-        letter = self.take(connection, letter_id)
-        if letter is None:
-            return False
-        self.table.write(connection, letter_id, replace(letter, updated_at=clock.now(), **changes))
-        return True
-
-
-def _changed_at(letter: Letter) -> datetime:
-    return letter.updated_at or clock.EPOCH
-
-
-def _matches(letter: Letter, wanted: LetterFilter) -> bool:
-    asked = (
-        (wanted.consumer, letter.consumer),
-        (wanted.tenant, letter.tenant),
-        (wanted.event_type, letter.event_type),
-        (wanted.event_id, letter.event_id),
-        (wanted.topic, letter.message.topic),
-        (wanted.key, letter.message.key),
-    )
-    return (
-        all(value is None or value == found for value, found in asked)
-        and (not wanted.kinds or letter.kind in wanted.kinds)
-        and (not wanted.states or letter.state in wanted.states)
-        and (wanted.ids is None or letter.id in wanted.ids)
-    )

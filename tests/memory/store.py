@@ -506,7 +506,12 @@ class MemoryStore:
     def _edit(self, request: _Request) -> bool:
         stored = self._rows[request.row]
         old, new, body = stored.row.event_id, request.event_id, request.body
-        if new is None or body is None or (new, *stored.identity[1:]) in self._identities:
+        if new is None or body is None:
+            return False
+        if new == old:  # what has come in stays the event that it is
+            stored.row = replace(stored.row, body=body)
+            return True
+        if (new, *stored.identity[1:]) in self._identities:
             return False
         self._identities.discard(stored.identity)
         headers = {**stored.row.headers, "event_id": str(new), "original_event_id": str(old)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, islice
@@ -45,6 +45,8 @@ class HostileBroker:
         self._waiting: dict[Line, deque[Message]] = {}
         self._owners: dict[Line, SimulatedSubscription] = {}
         self._numbers = 0
+        self._attempts: Counter[int] = Counter()
+        """How often each message was delivered in vain."""
 
     def publish(self, message: Message) -> None:
         """Have one more message."""
@@ -116,7 +118,7 @@ class HostileBroker:
                 self._owners[line] = member
             self._numbers += 1
             member.held[self._numbers] = _Held(line, message, now + (self.deadline or float("inf")))
-            packet.append(Received(message, handle=self._numbers))
+            packet.append(Received(message, attempt=1 + self._attempts[id(message)], handle=self._numbers))
         if packet:
             member.arrives_at = max(member.arrives_at, now + self._draw.random() * 0.02)
             self._chaos.later(member.arrives_at - now, member.arrive, packet)
@@ -140,6 +142,7 @@ class HostileBroker:
     def _take_back(self, member: SimulatedSubscription, numbers: Sequence[int]) -> None:
         for number in sorted(numbers, reverse=True):
             held = member.held[number]
+            self._attempts[id(held.message)] += 1
             self._waiting.setdefault(held.line, deque()).appendleft(held.message)
         self._let_go(member, numbers)
 

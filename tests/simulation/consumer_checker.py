@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pillarbox.outbox import Status
 from pillarbox.transport import Message
 from tests.simulation.consumer_broker import Line, line_of
 from tests.simulation.consumer_database import DEAD_LETTER, EFFECT, FOLLOW_UP, Record
@@ -25,6 +26,8 @@ class Lot(StrEnum):
     REFUSED = "refused"
     """The handler rejects it."""
     POISONOUS = "poisonous"
+    DEADLY = "deadly"
+    """The process dies of it, a few times."""
     GARBLED = "garbled"
     """It is no JSON."""
     MISSHAPEN = "misshapen"
@@ -33,22 +36,15 @@ class Lot(StrEnum):
     """Nobody knows its type."""
     FORGED = "forged"
     """Another one has the same id, and says something else."""
+    NEWER = "newer"
+    """The same event was sent in a version that is known, and in one that will be."""
 
 
-_MUST: Mapping[Lot, frozenset[str]] = {
-    Lot.FINE: frozenset({EFFECT}),
-    Lot.UNLUCKY: frozenset({EFFECT}),
-    Lot.PUZZLING: frozenset({EFFECT, "letter poison"}),
-    Lot.STUBBORN: frozenset({"letter poison"}),
-    Lot.REFUSED: frozenset({"letter rejected"}),
-    Lot.POISONOUS: frozenset({"letter poison"}),
-    Lot.GARBLED: frozenset({"letter unknown"}),
-    Lot.MISSHAPEN: frozenset({"letter unknown"}),
-    Lot.UNHEARD_OF: frozenset({"letter unknown"}),
-    Lot.FORGED: frozenset({EFFECT, "letter altered"}),
-}
-_NO_ORDER = {Lot.GARBLED, Lot.MISSHAPEN, Lot.UNHEARD_OF, Lot.FORGED}
-"""These become letters without a handler, which need not wait for those before them."""
+UNREADABLE = {Lot.GARBLED, Lot.MISSHAPEN, Lot.UNHEARD_OF}
+_MAY_FAIL = UNREADABLE | {Lot.PUZZLING, Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS, Lot.DEADLY, Lot.FORGED, Lot.NEWER}
+_NEEDS_A_PERSON = UNREADABLE | {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS}
+"""These take effect only if a person has asked for that."""
+_CURABLE = {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS}
 
 
 @dataclass
@@ -62,54 +58,89 @@ class Sent:
     """How often it will still fail."""
     twin: int | None = None
     """The other one with its id."""
+    asked: set[str] = field(default_factory=set)
+    """What people have asked for it."""
 
     @property
     def line(self) -> Line:
         return line_of(self.message)
 
 
-def check_consumed(sent: Mapping[int, Sent], log: Sequence[Record], *, ordered: bool) -> list[str]:
+@dataclass
+class Found:
+    """What the database has in the end."""
+
+    log: Sequence[Record]
+    rows: Mapping[int, Sequence[Status]]
+    """Of each message that was spilled."""
+    late: Collection[int] = ()
+    """Those that have once failed for good: later ones did not wait for them."""
+    unread: Collection[int] = ()
+    """Those that were spilled when nobody could read them."""
+
+
+def check_consumed(sent: Mapping[int, Sent], found: Found, *, ordered: bool) -> list[str]:
     """Everything that is wrong, one line each."""
-    outcomes: defaultdict[int, list[str]] = defaultdict(list)
-    for record in log:
-        if record.is_outcome:
-            outcomes[record.mark].append(record.what)
-    counts = Counter(log)
+    counts = Counter(found.log)
     wrong: list[str] = []
     for mark, one in sent.items():
-        wrong += _wrong_with(one, outcomes[mark], counts)
-        if one.twin is not None and outcomes[mark] == outcomes[one.twin]:
-            wrong.append(f"C4 kind: {_named(one)} and its twin both became {outcomes[mark]}")
-    return wrong + (_inversions(sent, log) if ordered else [])
+        rows = [status for status in found.rows.get(mark, ()) if status is not Status.SENT]
+        wrong += _wrong_with(one, rows, counts, found)
+        if one.twin is not None:
+            wrong += _wrong_with_both(one, sent[one.twin], counts, found)
+    return wrong + (_inversions(sent, found) if ordered else [])
 
 
-def _wrong_with(one: Sent, outcomes: Sequence[str], counts: Mapping[Record, int]) -> list[str]:
-    if not outcomes:
-        return [f"C1 loss: {_named(one)} has neither effect nor letter"]
-    if len({*outcomes}) > 1:
-        return [f"C3 both: {_named(one)} became {' and '.join(outcomes)}"]
-    if len(outcomes) > 1:
-        return [f"C2 once: {_named(one)} became {' and '.join(outcomes)}"]
-    [outcome] = outcomes
-    wrong = [] if outcome in _MUST[one.lot] else [f"C4 kind: {_named(one)} became {outcome}"]
-    follow_ups, dead = counts[Record(FOLLOW_UP, one.mark)], counts[Record(DEAD_LETTER, one.mark)]
-    if follow_ups != (outcome == EFFECT):
-        wrong.append(f"C7 follow-up: {_named(one)} has {follow_ups}, and {outcome}")
-    if dead != (outcome not in (EFFECT, "letter rejected")):
-        wrong.append(f"C8 dead letter: {_named(one)} has {dead}, and {outcome}")
+def _wrong_with(one: Sent, rows: Sequence[Status], counts: Mapping[Record, int], found: Found) -> list[str]:
+    effects, dead = counts[Record(EFFECT, one.mark)], counts[Record(DEAD_LETTER, one.mark)]
+    became = " and ".join([EFFECT] * effects + [status.value for status in rows])
+    if not became:
+        return [] if one.lot is Lot.NEWER else [f"C1 loss: {_named(one)} has neither effect nor delivery"]
+    if effects and rows and one.mark not in found.unread:  # who can read it later sees another one
+        return [f"C3 both: {_named(one)} became {became}"]
+    if effects + len(rows) > 1 + (one.mark in found.unread):
+        return [f"C2 once: {_named(one)} became {became}"]
+    wrong = []
+    if effects and one.lot in _NEEDS_A_PERSON and not one.asked & {"redrive", "edit"}:
+        wrong.append(f"C4 kind: {_named(one)} became {became}")
+    if rows == [Status.FAILED] and (one.lot not in _MAY_FAIL or (one.lot in _CURABLE and "cured" in one.asked)):
+        wrong.append(f"C4 kind: {_named(one)} became {became}")
+    if rows == [Status.DISCARDED] and "discard" not in one.asked:
+        wrong.append(f"C4 kind: {_named(one)} became {became}")
+    if counts[Record(FOLLOW_UP, one.mark)] != effects:
+        wrong.append(f"C7 follow-up: {_named(one)} has {counts[Record(FOLLOW_UP, one.mark)]}, and {became}")
+    least = rows == [Status.FAILED] and one.lot not in (Lot.REFUSED, Lot.DEADLY)
+    most = one.lot in _MAY_FAIL and one.lot is not Lot.REFUSED
+    if not least <= dead <= most:
+        wrong.append(f"C8 dead letter: {_named(one)} has {dead}, and {became}")
+    if one.lot not in _MAY_FAIL and one.mark in found.late:
+        wrong.append(f"C4 kind: {_named(one)} has failed for good")
     return wrong
 
 
-def _inversions(sent: Mapping[int, Sent], log: Sequence[Record]) -> list[str]:
-    """Per key, outcomes come in the order in which the messages were sent: their marks rise."""
+def _wrong_with_both(one: Sent, other: Sent, counts: Mapping[Record, int], found: Found) -> list[str]:
+    """Of two with one id."""
+    effects = counts[Record(EFFECT, one.mark)] + counts[Record(EFFECT, other.mark)]
+    if one.lot is Lot.FORGED and effects == 2 and not (one.asked | other.asked) & {"redrive", "edit"}:
+        return [f"C4 kind: {_named(one)} and its twin both took effect"]
+    if one.lot is Lot.NEWER and effects > 1:
+        return [f"C2 once: {_named(one)} and its twin took effect"]
+    settled = [it for it in (one, other) if it.mark not in found.unread and found.rows.get(it.mark)]
+    if one.lot is Lot.NEWER and not effects and not settled:
+        return [f"C1 loss: neither {_named(one)} nor its twin took effect"]
+    return []
+
+
+def _inversions(sent: Mapping[int, Sent], found: Found) -> list[str]:
+    """Per key, effects come in the order in which the messages were sent: their marks rise."""
     newest: dict[Line, int] = {}
     wrong = []
-    for record in log:
+    for record in found.log:
         one = sent[record.mark]
-        if not record.is_outcome or one.lot in _NO_ORDER:
-            continue
+        if record.what != EFFECT or not one.message.key or one.mark in found.late:
+            continue  # what has failed for good comes back when a person says so, before others or after them
         if one.mark < newest.get(one.line, -1):
-            wrong.append(f"C5 order: {_named(one)} became {record.what} after a later one of its key")
+            wrong.append(f"C5 order: {_named(one)} took effect after message {newest[one.line]} of its key")
         newest[one.line] = max(one.mark, newest.get(one.line, -1))
     return wrong
 

@@ -6,29 +6,32 @@ All that happens here happens at one instant; what takes time is the way there a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
+from uuid import UUID
 
 from sqlalchemy.exc import OperationalError
 
 from pillarbox.codecs import Codecs
 from pillarbox.consumers.home import Home
-from pillarbox.errors import CommitOutcomeUnknown
-from pillarbox.inbox import Letter
-from pillarbox.outbox import Delivery, NewRows
+from pillarbox.errors import CommitOutcomeUnknown, DuplicateEventError
+from pillarbox.outbox import INBOX_DESTINATION, Delivery, Direction, NewRows
+from pillarbox.relay import Pacing, Relay, RelayStore
 from pillarbox.route import Router
 from pillarbox.telemetry import SILENT
-from pillarbox.transport import Capabilities
-from tests.memory.inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
+from pillarbox.transport import Capabilities, Publisher
+from tests.memory.inbox import MemoryInbox, MemoryTable, MemoryTransaction, RowLockedError
+from tests.simulation.inbound import InboundStore
 from tests.simulation.loop import Life
-from tests.simulation.wire import Chaos, Reply, Wire
+from tests.simulation.wire import DULL, Chaos, Reply, Wire
 
 _Found = TypeVar("_Found")
 
 SOURCE = "broker"
+SHARDS = 2
 MARK = "simulated_mark"
 """The header with the number that the world knows a message by."""
 UNHEARD = 30.0
@@ -37,9 +40,7 @@ request is on its way: one that comes late still commits.
 """
 
 
-EFFECT, FOLLOW_UP, DEAD_LETTER = "effect", "follow-up", "dead letter"
-LETTER = "letter "
-"""Its kind follows."""
+EFFECT, FOLLOW_UP, SPILLED, DEAD_LETTER = "effect", "follow-up", "spilled", "dead letter"
 
 
 class Record(NamedTuple):
@@ -47,11 +48,6 @@ class Record(NamedTuple):
 
     what: str
     mark: int
-
-    @property
-    def is_outcome(self) -> bool:
-        """Whether the message is dealt with by it."""
-        return self.what == EFFECT or self.what.startswith(LETTER)
 
 
 class _SerializationFailure(Exception):  # noqa: N818  named as the server calls it
@@ -67,6 +63,9 @@ class SimulatedTransaction(MemoryTransaction):
         self.linger = linger
         """How long the server needs to see that its client is gone."""
         self.written: list[Record] = []
+        self.xid: int | None = None
+        """Its number, once it has written deliveries, and those with their ids."""
+        self.spilled: list[tuple[list[int], Sequence[Delivery]]] = []
 
     def record(self, what: str, mark: int) -> None:
         """This is there if it commits."""
@@ -74,25 +73,20 @@ class SimulatedTransaction(MemoryTransaction):
         self.wrote(lambda: self.written.remove(Record(what, mark)))
 
 
-class SimulatedLetters(MemoryLetters):
-    """Letters whose commits are recorded."""
-
-    def write(self, connection: MemoryTransaction | None, letters: Sequence[Letter]) -> Sequence[int]:
-        for letter in letters:
-            cast(SimulatedTransaction, connection).record(LETTER + letter.kind.value, int(letter.message.headers[MARK]))
-        return super().write(connection, letters)
-
-
 class Database:
     """What all processes share."""
 
-    def __init__(self, chaos: Chaos) -> None:
+    def __init__(self, chaos: Chaos, *, log: bool) -> None:
         self.inbox = MemoryInbox()
-        self.letters = SimulatedLetters()
+        self.store = InboundStore(
+            self.inbox, shards=SHARDS, draw_token=lambda: UUID(int=chaos.draw.getrandbits(128)), log=log
+        )
+        self.dead_letters = MemoryTable[UUID, Delivery]()
         self.log: list[Record] = []
         """All that was committed, in this order."""
         self.settled: set[int] = set()
-        """The marks of what has an effect or a letter."""
+        """The marks of what has an effect, or a delivery in a lane."""
+        self.wrong: list[str] = []
         self.away = False
         self.open: dict[SimulatedTransaction, None] = {}
         self._chaos = chaos
@@ -136,9 +130,40 @@ class Database:
                 transaction.life.name, "committed", *(f"{it.what} {it.mark}" for it in transaction.written)
             )
             self.log += transaction.written
-            self.settled |= {it.mark for it in transaction.written if it.what == EFFECT or it.what.startswith("letter")}
+            self.settled |= {it.mark for it in transaction.written if it.what in (EFFECT, SPILLED)}
+            for ids, deliveries in transaction.spilled:
+                self.store.commit(cast(int, transaction.xid), ids, deliveries)
             transaction.commit()
+            if transaction.spilled:
+                self.wrong += self.store.wrong_gates()
             reply(None)
+
+    def append(self, transaction: SimulatedTransaction, deliveries: Sequence[Delivery]) -> None:
+        """Write deliveries to lanes: their ids are given now, and they appear when it commits."""
+        if transaction.xid is None:
+            transaction.xid = xid = self.store.begin()
+            transaction.when_over(lambda: self.store.end(xid))
+        ids = self.store.reserve(len(deliveries))
+        transaction.spilled.append((ids, deliveries))
+        for delivery in deliveries:
+            transaction.record(SPILLED, int(delivery.headers[MARK]))
+
+    def serve(self, life: Life, name: str, args: Sequence[Any], options: Mapping[str, Any], reply: Reply) -> None:
+        """A call of a relay has arrived, and waits for whoever has the claims that it is about."""
+        if self.away:
+            reply(ConnectionError("the database is away"))
+            return
+        try:
+            result = _run_now(getattr(self.store, name)(*args, **options))
+        except RowLockedError as locked:
+            self._chaos.happened["waits for another transaction"] += 1
+            locked.owner.when_over(lambda: self.serve(life, name, args, options, reply))
+            return
+        except Exception as error:
+            result = error
+        if name not in DULL:
+            self._chaos.note(life.name, name, *args, options, result)
+        reply(result)
 
     def restart(self) -> None:
         """No transaction survives it."""
@@ -206,22 +231,61 @@ class SimulatedUnitOfWork:
             raise CommitOutcomeUnknown from error
 
 
+class StorePort:
+    """The lanes, as one process sees them: at the other end of a wire."""
+
+    def __init__(self, database: Database, life: Life, wire: Wire) -> None:
+        self._database = database
+        self._life = life
+        self._wire = wire
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
+            return await self._wire.ask(name, partial(self._database.serve, self._life, name, args, options))
+
+        return call
+
+
+class SimulatedPosts:
+    """The way into the outbox of one process: what goes there are dead letters."""
+
+    def __init__(self, database: Database, router: Router) -> None:
+        self._database = database
+        self._router = router
+
+    def prepare(self, _transaction: SimulatedTransaction) -> None:
+        """The routes are known."""
+        ways = [it for it in self._router.records if it.direction is Direction.INBOUND]
+        self._database.store.register(None, ways)
+
+    def append(self, transaction: SimulatedTransaction, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if self._database.dead_letters.hold(transaction, delivery.event_id) is not None:
+                raise DuplicateEventError("this dead letter was written before")
+            self._database.dead_letters.write(transaction, delivery.event_id, delivery)
+            transaction.record(DEAD_LETTER, int(delivery.headers[MARK]))
+
+    def committed(self, _rows: NewRows, _prepared: None) -> None:
+        """No relay waits for them."""
+
+
 class SimulatedHome:
     """The box of one process."""
 
     def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire) -> None:
         self.signals = SILENT
         self.codecs = Codecs()
-        self.router = Router([], self.codecs.named, {SOURCE: Capabilities()}, 1)
+        self.router = Router([], self.codecs.named, {SOURCE: Capabilities(), INBOX_DESTINATION: Capabilities()}, SHARDS)
+        self.posts = SimulatedPosts(database, self.router)
+        self.inbound = database
         self._unit = partial(SimulatedUnitOfWork, database, chaos, life, wire)
-
-    @property
-    def posts(self) -> SimulatedHome:
-        return self
+        self._relay = partial(
+            Relay, cast(RelayStore, StorePort(database, life, wire)), name=life.name, draw=chaos.draw.random
+        )
 
     @property
     def as_home(self) -> Home:
-        """For those who want the port: all but a relay is here."""
+        """For those who want the port: all but an engine is here."""
         return cast(Home, self)
 
     def unit_of_work(self, **_options: Any) -> SimulatedUnitOfWork:
@@ -232,17 +296,20 @@ class SimulatedHome:
 
     async def apart(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
         async with self._unit() as uow:
-            return await uow.ask("park", lambda transaction: function(transaction, *arguments))
+            return await uow.ask("spill", lambda transaction: function(transaction, *arguments))
 
-    def prepare(self, _transaction: SimulatedTransaction) -> None:
-        """The routes are known."""
+    def relay_to(self, consumer: str, destination: Publisher, pacing: Pacing) -> Relay:
+        """As a box does it, but for the pacing."""
+        return self._relay({f"{INBOX_DESTINATION}:{consumer}": destination}, pacing=pacing)
 
-    def append(self, transaction: SimulatedTransaction, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            transaction.record(DEAD_LETTER, int(delivery.headers[MARK]))
 
-    def committed(self, _rows: NewRows, _prepared: None) -> None:
-        """No relay waits for them."""
+def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a store in memory does not wait")
 
 
 def _record(transaction: SimulatedTransaction, record: Record) -> None:

@@ -5,23 +5,33 @@ python -m tests.simulation.consumer_mutants        search for the first seed tha
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
+from uuid import UUID
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
-from pillarbox.consumers import failure, naming, processing
-from pillarbox.consumers.desk import Desk, Line, Work
+from pillarbox.consumers import failure, intake, processing, spilling
 from pillarbox.consumers.failure import Failure
+from pillarbox.consumers.hands import Hands
+from pillarbox.consumers.identity import KnownBy, arrival_of
 from pillarbox.consumers.intake import SubscriptionIntake
-from pillarbox.consumers.processing import Dealt, Processor
+from pillarbox.consumers.processing import Processed, Processor, Trouble
+from pillarbox.consumers.spilling import Spilled, Spiller
+from pillarbox.consumers.window import Line, Window, Work
 from pillarbox.errors import CommitOutcomeUnknown
-from pillarbox.inbox import Admission
+from pillarbox.inbox import Admission, Admitted, Arrival
+from pillarbox.retry import RetryPolicy
+from pillarbox.transport import Message, Rejection
 from tests.memory.inbox import MemoryInbox, MemoryTable
+from tests.simulation.consumer_checker import Lot
 from tests.simulation.consumer_database import SimulatedUnitOfWork
 from tests.simulation.consumers import simulate_consumers
+from tests.simulation.inbound import InboundStore
 from tests.simulation.planted import Mutant, Plant, search
 
 MUTANTS: list[Mutant] = []
@@ -40,27 +50,31 @@ def mutant(*shows: str, seed: int = 0, **world: Any) -> Callable[[Plant], Plant]
 # -- one transaction ---------------------------------------------------------------------------------------------------
 
 
-@mutant("C2 once", "C3 both", seed=2)
+@mutant("C2 once", "C3 both", seed=3)
 def _effect_first_and_the_row_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
-    async def take_effect(self: Processor, opened: Sequence[Any]) -> None:
+    async def commit(self: Processor, opened: Sequence[Any]) -> Sequence[Admission]:
         inbox: Any = self._inbox
         known = {place[2] for place, _ in inbox.table.seen(None)}
+        self._begun += 1
         async with self._home.unit_of_work() as uow:
             await self._effects.apply(uow, [it.incoming for it in opened if it.arrival.event_id not in known])
-        await self._home.apart(self._admit, opened[0].work.tenant, [it.arrival for it in opened])
+        await self._home.apart(self._admit, opened[0].work.tenant, opened)
+        return [Admission.DUPLICATE for _ in opened]
 
-    patch.setattr(Processor, "_take_effect", take_effect)
+    patch.setattr(Processor, "_commit", commit)
 
 
 @mutant("C1 loss", "C6 acked")
 def _row_first_and_the_effect_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
-    async def take_effect(self: Processor, opened: Sequence[Any]) -> None:
-        answers = await self._home.apart(self._admit, opened[0].work.tenant, [it.arrival for it in opened])
+    async def commit(self: Processor, opened: Sequence[Any]) -> Sequence[Admission]:
+        answers, _ = await self._home.apart(self._admit, opened[0].work.tenant, opened)
+        self._begun += 1
         async with self._home.unit_of_work() as uow:
             new = [it.incoming for it, answer in zip(opened, answers, strict=True) if answer is Admission.NEW]
             await self._effects.apply(uow, new)
+        return list(answers)
 
-    patch.setattr(Processor, "_take_effect", take_effect)
+    patch.setattr(Processor, "_commit", commit)
 
 
 @mutant("C2 once", "C3 both")
@@ -87,7 +101,7 @@ def _follow_up_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedUnitOfWork, "publish", publish)
 
 
-@mutant("C2 once", "C3 both")
+@mutant("C2 once", "C3 both", seed=1)
 def _uncommitted_row_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     hold = MemoryTable.hold
 
@@ -107,13 +121,24 @@ def _uncommitted_row_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 def _uncommitted_row_taken_for_a_duplicate(patch: pytest.MonkeyPatch) -> None:
     admit = MemoryInbox.admit
 
-    def hasty(self: MemoryInbox, transaction: Any, consumer: int, tenant: Any, arrivals: Any) -> Any:
+    def hasty(self: MemoryInbox, transaction: Any, consumer: int, tenant: Any, arrivals: Any, **lines: Any) -> Any:
         held = [self.table._held.get((consumer, tenant or "", it.event_id), (transaction,))[0] for it in arrivals]
         if any(owner is not transaction for owner in held):
-            return [Admission.DUPLICATE] * len(arrivals)
-        return admit(self, transaction, consumer, tenant, arrivals)
+            return Admitted([Admission.DUPLICATE] * len(arrivals))
+        return admit(self, transaction, consumer, tenant, arrivals, **lines)
 
     patch.setattr(MemoryInbox, "admit", hasty)
+
+
+@mutant("C1 loss", "C6 acked")
+def _altered_taken_for_a_duplicate(patch: pytest.MonkeyPatch) -> None:
+    admit = MemoryInbox.admit
+
+    def blind(self: MemoryInbox, *arguments: Any, **lines: Any) -> Any:
+        answers, gated = admit(self, *arguments, **lines)
+        return Admitted([Admission.DUPLICATE if answer is Admission.ALTERED else answer for answer in answers], gated)
+
+    patch.setattr(MemoryInbox, "admit", blind)
 
 
 # -- acknowledging -----------------------------------------------------------------------------------------------------
@@ -123,29 +148,42 @@ def _uncommitted_row_taken_for_a_duplicate(patch: pytest.MonkeyPatch) -> None:
 def _ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     work = SubscriptionIntake._work
 
-    async def hasty(self: SubscriptionIntake, subscription: Any, desk: Desk, works: Sequence[Work]) -> None:
+    async def hasty(self: SubscriptionIntake, subscription: Any, window: Window, works: Any, handle: Any) -> None:
         await subscription.ack([it.received for it in works])
-        await work(self, subscription, desk, works)
+        await work(self, subscription, window, works, handle)
 
     patch.setattr(SubscriptionIntake, "_work", hasty)
 
 
-@mutant("C6 acked", seed=6)
+@mutant("C6 acked", seed=54)
 def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     together = Processor._together
 
-    async def careless(self: Processor, works: Sequence[Work]) -> None:
-        with suppress(CommitOutcomeUnknown):
-            await together(self, works)
+    async def careless(self: Processor, works: Sequence[Work]) -> Processed:
+        try:
+            return await together(self, works)
+        except CommitOutcomeUnknown:
+            return Processed(settled=[*works])
 
     patch.setattr(Processor, "_together", careless)
 
 
-@mutant("H93", seed=7)
+@mutant("C6 acked", seed=3)
+def _spill_acknowledged_before_its_commit(patch: pytest.MonkeyPatch) -> None:
+    async def careless(self: Spiller, spilled: Sequence[Spilled]) -> int:
+        with suppress(Exception):
+            await spill(self, spilled)
+        return len(spilled)
+
+    spill = Spiller.spill
+    patch.setattr(Spiller, "spill", careless)
+
+
+@mutant("H93", seed=9)
 def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
     work = SubscriptionIntake._work
 
-    async def proud(self: SubscriptionIntake, subscription: Any, desk: Desk, works: Sequence[Work]) -> None:
+    async def proud(self: SubscriptionIntake, subscription: Any, *arguments: Any) -> None:
         ack = subscription.ack
 
         async def loud(received: Any) -> None:
@@ -156,108 +194,233 @@ def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
 
         subscription.ack = loud
         try:
-            await work(self, subscription, desk, works)
+            await work(self, subscription, *arguments)
         finally:
             subscription.ack = ack
 
     patch.setattr(SubscriptionIntake, "_work", proud)
 
 
-# -- letters -----------------------------------------------------------------------------------------------------------
+# -- spilling ----------------------------------------------------------------------------------------------------------
+
+
+@mutant("C2 once", "C3 both")
+def _spill_without_a_row_of_the_inbox(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Spiller, "_admit_and_write", Spiller.write)
+
+
+@mutant("C1 loss", "C6 acked", seed=4)
+def _altered_left_out_by_a_spill(patch: pytest.MonkeyPatch) -> None:
+    def leave_out(self: Spiller, connection: Any, spilled: Sequence[Spilled]) -> Any:
+        arrivals = [each.arrival for each in spilled]
+        answers = self._inbox.admit(connection, self._identify(connection), spilled[0].tenant, arrivals).admissions
+        new = [each for each, answer in zip(spilled, answers, strict=True) if answer is Admission.NEW]
+        return self.write(connection, new) if new else None
+
+    patch.setattr(Spiller, "_admit_and_write", leave_out)
+
+
+@mutant("C1 loss", seed=8)
+def _unreadable_known_by_the_id_of_its_event(patch: pytest.MonkeyPatch) -> None:
+    def unreadable(self: Processor, message: Message, kind: Failure, reason: str) -> Trouble:
+        trouble = original(self, message, kind, reason)
+        version = int(message.headers["schema_version"][1:])
+        arrival = Arrival(UUID(message.headers["event_id"]), version, arrival_of(message).digest)
+        return trouble._replace(arrival=arrival, known_by=KnownBy.EVENT)
+
+    original = Processor._unreadable
+    patch.setattr(Processor, "_unreadable", unreadable)
+
+
+@mutant("C2 once", seed=3)
+def _unreadable_that_can_be_read_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    def known(message: Message) -> Work:
+        work = original(message)
+        work.known_by = KnownBy.EVENT
+        return work
+
+    original = spilling.work_of
+    patch.setattr("pillarbox.consumers.lanes.work_of", known)
+
+
+@mutant("C11 gate")
+def _reject_that_gates(patch: pytest.MonkeyPatch) -> None:
+    def spill(self: MemoryInbox, connection: Any, claims: int, tenant: Any, spills: Iterable[Any]) -> None:
+        original(self, connection, claims, tenant, [each._replace(gate=True) for each in spills])
+
+    original = MemoryInbox.spill
+    patch.setattr(MemoryInbox, "spill", spill)
+
+
+@mutant("C11 gate", seed=2)
+def _failed_that_gates(patch: pytest.MonkeyPatch) -> None:
+    def gate(self: InboundStore, rows: Any, *, gate: bool) -> None:
+        if gate:
+            original(self, rows, gate=gate)
+
+    original = InboundStore.gate
+    patch.setattr(InboundStore, "gate", gate)
+
+
+@mutant("C4 kind", seed=3)
+def _redrive_that_keeps_why_it_was_refused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InboundStore, "gate", lambda self, rows, *, gate: self._change(rows, {"gate": gate}))
+
+
+@mutant("C2 once", seed=15)
+def _inbox_that_forgets_what_has_a_claim(patch: pytest.MonkeyPatch) -> None:
+    def prune(self: MemoryInbox, *arguments: Any) -> int:
+        claims, self.claims = self.claims, MemoryTable()
+        try:
+            return original(self, *arguments)
+        finally:
+            self.claims = claims
+
+    original = MemoryInbox.prune
+    patch.setattr(MemoryInbox, "prune", prune)
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+@mutant("C5 order", seed=4, ordered=True)
+def _fresh_messages_that_do_not_wait_behind_a_claim(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryInbox, "_gated", lambda *_arguments: ())
+
+
+@mutant("C5 order", seed=34, ordered=True, batch=8, focus=("commit", ["late", "slow", "slow"]))
+def _gate_not_asked_again_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
+    def admit(self: MemoryInbox, connection: Any, *arguments: Any, claims: int = 0, lines: Any = ()) -> Any:
+        gated = self._gated(connection, claims, lines) if connection.gated is None else connection.gated
+        return original(self, connection, *arguments, claims=claims, lines=lines)._replace(gated=gated)
+
+    original = MemoryInbox.admit
+    patch.setattr(MemoryInbox, "admit", admit)
+
+
+@mutant("C2 once", seed=2)
+def _settled_rows_in_the_place_of_claims(patch: pytest.MonkeyPatch) -> None:
+    """A lane that dies between the effect and the settling does it again."""
+
+    def redeem(self: MemoryInbox, connection: Any, claims: int, claim: Any) -> tuple[bool, str | None]:
+        return True, redeemed(self, connection, claims, claim)[1]
+
+    redeemed = MemoryInbox.redeem
+    patch.setattr(MemoryInbox, "redeem", redeem)
+
+
+@mutant("C2 once", seed=3)
+def _claim_deleted_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
+    async def redeem(self: Processor, found: Any) -> Sequence[Admission]:
+        inbox: Any = self._inbox
+        claim = {place[1]: claim for place, claim in inbox.claims.seen(None)}.get(found.work.claim)
+        if claim is None or claim.refused is not None:
+            return await original(self, found)
+        self._begun += 1
+        async with self._home.unit_of_work() as uow:
+            await self._effects.apply(uow, [found.incoming])
+        await self._home.apart(self._delete_claim, found)
+        return [Admission.NEW]
+
+    original = Processor._redeem
+    patch.setattr(Processor, "_redeem", redeem)
+
+
+# -- what becomes of failures ------------------------------------------------------------------------------------------
 
 
 @mutant("C4 kind")
-def _transient_errors_made_into_letters(patch: pytest.MonkeyPatch) -> None:
+def _transient_errors_made_into_poison(patch: pytest.MonkeyPatch) -> None:
     def classify(error: BaseException) -> Failure:
         found = failure.classify(error)
-        return Failure.POISON if found is Failure.TRANSIENT else found
+        return Failure.POISON if found is Failure.TRANSIENT and not isinstance(error, OperationalError) else found
 
     patch.setattr(processing, "classify", classify)
 
 
-@mutant("C4 kind")
-def _unknown_errors_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
-    classify = failure.classify
-    patch.setitem(failure.CLASSES, "builtins.OSError", Failure.UNKNOWN)
-    patch.setattr(Processor, "_is_its_own_fault", lambda _self, _trouble: True)
-    assert classify(ConnectionError()) is Failure.UNKNOWN
-
-
-@mutant("C9 liveness", seed=6)
+@mutant("C9 liveness")
 def _unknown_errors_never_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Processor, "_is_its_own_fault", lambda _self, _trouble: False)
+    patch.setattr(RetryPolicy, "exhausted", lambda _self, _attempt: False)
 
 
-@mutant("C2 once", "C3 both")
-def _letter_without_a_row(patch: pytest.MonkeyPatch) -> None:
-    def write_letters(self: Processor, connection: Any, unfit: Sequence[Any]) -> Any:
-        letters = [
-            naming.letter_about(self._name, it.work.message, it.kind, it.reason, arrival=it.arrival) for it in unfit
-        ]
-        self._letters.write(connection, letters)
-        return letters, [], None
+@mutant("C9 liveness", seed=2, lots=[Lot.STUBBORN, Lot.PUZZLING])
+def _rejections_of_a_lane_held_against_the_consumer(patch: pytest.MonkeyPatch) -> None:
+    def rejection(*arguments: Any, alone: bool = False, **options: Any) -> Rejection:  # noqa: ARG001  that is it
+        return Rejection(*arguments, **options)
 
-    patch.setattr(Processor, "_write_letters", write_letters)
-
-
-@mutant("C6 acked", seed=3)
-def _letter_that_was_not_written_taken_for_written(patch: pytest.MonkeyPatch) -> None:
-    park = Processor._park
-
-    async def careless(self: Processor, unfit: Sequence[Any]) -> None:
-        with suppress(Exception):
-            await park(self, unfit)
-
-    patch.setattr(Processor, "_park", careless)
-
-
-@mutant("C1 loss", "C6 acked")
-def _altered_taken_for_a_duplicate(patch: pytest.MonkeyPatch) -> None:
-    admit = MemoryInbox.admit
-
-    def blind(self: MemoryInbox, *arguments: Any) -> Any:
-        answers = admit(self, *arguments)
-        return [Admission.DUPLICATE if answer is Admission.ALTERED else answer for answer in answers]
-
-    patch.setattr(MemoryInbox, "admit", blind)
+    patch.setattr("pillarbox.consumers.lanes.Rejection", rejection)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-@mutant("C5 order", ordered=True)
+@mutant("C5 order", seed=8, ordered=True)
 def _key_not_held_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    def done(self: Desk, taken: Sequence[Work], left: Sequence[Work] = ()) -> list[Line]:
+    def done(self: Window, taken: Sequence[Work], left: Sequence[Work] = ()) -> list[Line]:
         original(self, taken, ())
-        self.put([work.received for work in left])  # behind the others
+        self.put(left)  # behind the others
         return []
 
-    original = Desk.done
-    patch.setattr(Desk, "done", done)
+    original = Window.done
+    patch.setattr(Window, "done", done)
 
 
 @mutant("C5 order", ordered=True, batch=8)
 def _rest_of_a_key_tried_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    async def one_by_one(self: Processor, works: Sequence[Work]) -> Dealt:
-        dealt = Dealt()
+    async def one_by_one(self: Processor, works: Sequence[Work]) -> Processed:
+        processed = Processed()
         for work in works:
-            dealt.add(await self.deal([work]))
-        return dealt
+            processed.add(await self.process([work]))
+        return processed
 
     patch.setattr(Processor, "_one_by_one", one_by_one)
 
 
-@mutant("C5 order", ordered=True)
+@mutant("C5 order", seed=8, ordered=True)
 def _line_worked_on_by_several(patch: pytest.MonkeyPatch) -> None:
-    take = Desk.take
+    take = Window.take
 
-    def eager(self: Desk, limit: int) -> list[Work]:
-        taken = take(self, limit)
+    def eager(self: Window, tenant: str | None, limit: int) -> list[Work]:
+        taken = take(self, tenant, limit)
         for work in taken:
             self.wake(work.line)
         return taken
 
-    patch.setattr(Desk, "take", eager)
+    patch.setattr(Window, "take", eager)
+
+
+@mutant("C5 order", seed=86, ordered=True)
+def _suspects_spilled_before_those_in_front_of_them(patch: pytest.MonkeyPatch) -> None:
+    async def handle(self: SubscriptionIntake, window: Window, works: list[Work]) -> Any:
+        if suspects := [work for work in works if intake._is_suspect(work)]:
+            left = await self._spill_untried(suspects)
+            spilled = set(map(id, suspects)).difference(map(id, left.works))
+            return intake._Left([work for work in works if id(work) not in spilled])
+        return await original(self, window, works)
+
+    original = SubscriptionIntake._handle
+    patch.setattr(SubscriptionIntake, "_handle", handle)
+
+
+@mutant("C5 order", seed=94, ordered=True, batch=8)
+def _rest_of_a_line_spilled_before_what_is_left_of_it(patch: pytest.MonkeyPatch) -> None:
+    behind: dict[int, set[Line]] = {}
+
+    async def see_to(self: SubscriptionIntake, processed: Processed) -> Any:
+        behind[id(asyncio.current_task())] = {work.line for work in processed.behind}
+        return await original(self, processed)
+
+    async def handle(self: SubscriptionIntake, window: Window, works: list[Work]) -> Any:
+        left = await handle_well(self, window, works)
+        for line in behind.pop(id(asyncio.current_task()), set[Line]()).intersection(it.line for it in left.works):
+            if more := window.more_of(line, 500):
+                works += more
+                left.add(await self._spill_untried(more))
+        return left
+
+    original, handle_well = SubscriptionIntake._see_to, SubscriptionIntake._handle
+    patch.setattr(SubscriptionIntake, "_see_to", see_to)
+    patch.setattr(SubscriptionIntake, "_handle", handle)
 
 
 # -- its life ----------------------------------------------------------------------------------------------------------
@@ -265,7 +428,17 @@ def _line_worked_on_by_several(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("C9 liveness")
 def _resting_line_not_woken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionIntake, "_wake", lambda _self, _desk, _line: None)
+    patch.setattr(SubscriptionIntake, "_wake", lambda _self, _window, _line: None)
+
+
+@mutant("C9 liveness", seed=2)
+def _free_hand_not_heard_of(patch: pytest.MonkeyPatch) -> None:
+    def end(self: Hands, tenant: str | None) -> None:
+        self.freed = lambda: None
+        original(self, tenant)
+
+    original = Hands.end
+    patch.setattr(Hands, "end", end)
 
 
 @mutant("H93")

@@ -1,32 +1,43 @@
-"""Worlds of consumers: the shipped intake and processor between a hostile broker and a database that fails.
+"""Worlds of consumers: the shipped intakes and the processor between a hostile broker and a database that fails.
 
-A seed decides what is sent, what its handler makes of it, and what goes wrong. After the faults have stopped, every
-message must have exactly one effect or exactly one letter, and `consumer_checker` says what is wrong with that.
+A seed decides what is sent, what its handler makes of it, what goes wrong, and what people do about it. Each process
+has the intake from the broker, and a relay that brings it what was spilled. After the faults have stopped, every
+message must have exactly one effect, or one delivery that has failed or was discarded: `consumer_checker` says what is
+wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
 from pillarbox.consumers.dead_letters import DeadLetterRoute
 from pillarbox.consumers.handling import Handlers, MessageContext
-from pillarbox.consumers.intake import Flow, SubscriptionIntake
+from pillarbox.consumers.hands import Hands
+from pillarbox.consumers.intake import Flow, Intake, SubscriptionIntake
+from pillarbox.consumers.lanes import LaneDestination, LaneIntake
 from pillarbox.consumers.processing import Processor
+from pillarbox.consumers.progress import Progress
 from pillarbox.consumers.reading import Reader
 from pillarbox.consumers.report import ConsumerReport
+from pillarbox.consumers.spilling import Spiller
 from pillarbox.errors import Poison, Reject
 from pillarbox.event import IntegrationEvent
 from pillarbox.inbox import consumer_id
+from pillarbox.outbox import Status
+from pillarbox.relay import Pacing
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message, Received
 from pillarbox.unit_of_work import UnitOfWork
 from tests.simulation.consumer_broker import HostileBroker, SimulatedSubscriber
-from tests.simulation.consumer_checker import Lot, Sent, check_consumed
+from tests.simulation.consumer_checker import Found, Lot, Sent, check_consumed
 from tests.simulation.consumer_database import MARK, SOURCE, Database, SimulatedHome, SimulatedUnitOfWork
 from tests.simulation.course import ACTIVE, PATIENCE, Course, Focus, Result
 from tests.simulation.loop import START, Life
@@ -34,13 +45,15 @@ from tests.simulation.wire import Wire
 
 NAME = "simulated"
 TOPIC = "simulated.topic"
-GIVING_UP = 15.0
-"""Seconds that a consumer bears an error which nobody knows."""
+LEASE = 5.0
 STOPPING = 60
 """Seconds in which all consumers must stop when they are told to."""
-MANY_CALLS = 20_000
+MANY_CALLS = 50_000
 """A world that needs more of them does not come to rest."""
-CALLS = ("admit", "write", "commit", "park", "ack", "subscribe")
+LAST_PRUNE = 60.0
+"""Seconds after the last fault at which the inbox forgets all that it may. Nothing is on its way for so long."""
+ORDERS = ("redrive", "redrive", "edit", "discard", "leave")
+CALLS = ("admit", "write", "commit", "spill", "ack", "subscribe", "announce", "amend", "settle")
 MISFORTUNES = (
     "broker goes away",
     "connection is lost",
@@ -51,6 +64,7 @@ MISFORTUNES = (
     "process is told to stop",
     "process is frozen",
     "process joins",
+    *["person gives an order"] * 4,
 )
 LOTS = (
     *[Lot.FINE] * 8,
@@ -62,11 +76,19 @@ LOTS = (
     Lot.MISSHAPEN,
     Lot.UNHEARD_OF,
     Lot.FORGED,
+    Lot.NEWER,
+    Lot.STUBBORN,
 )
 
 
 class Noted(IntegrationEvent, name="simulation.note.taken", version=1):
     """What consumers are sent."""
+
+    mark: int
+
+
+class NotedAnew(IntegrationEvent, name="simulation.note.taken", version=2):
+    """What they can read once they have been deployed anew."""
 
     mark: int
 
@@ -79,6 +101,36 @@ class SeededRetry(RetryPolicy):
 
     def delay(self, attempt: int, draw: Callable[[], float] = random.random) -> float:  # noqa: ARG002  ours counts
         return super().delay(attempt, self.source)
+
+
+class SimulatedConsumer:
+    """The intakes of one process."""
+
+    def __init__(self, intakes: Sequence[Intake], effects: Handlers, reader: Reader) -> None:
+        self._intakes = intakes
+        self._effects = effects
+        self._reader = reader
+
+    def on(self, kind: type, handler: Callable[..., Any]) -> None:
+        """Handle these events, too."""
+        self._effects.add([kind], handler)
+        self._reader.refresh()
+
+    async def run(self) -> None:
+        """As `Consumer.run`."""
+        async with asyncio.TaskGroup() as tasks:
+            for intake in self._intakes:
+                tasks.create_task(intake.run())
+
+    async def drain(self) -> None:
+        """As `Consumer.drain`."""
+        while any([await intake.drain(0.5) for intake in self._intakes]):
+            pass
+
+    def stop(self) -> None:
+        """As `Consumer.stop`."""
+        for intake in self._intakes:
+            intake.stop()
 
 
 class ConsumerWorld(Course):
@@ -106,11 +158,16 @@ class ConsumerWorld(Course):
         self.sent: dict[int, Sent] = {}
         self.others_away = False
         """Whether a service that handlers need is."""
+        self.deployed = False
+        """Whether consumers can read the newer version."""
+        self.unread: set[int] = set()
         self.narrow = self.draw.random() < 0.4 if narrow is None else narrow
-        """Whether a consumer has room for few messages only. A key that waits may take all of it, and then nothing else
-        can succeed: so there is nothing in such a world that must be given up for that.
-        """
-        self.database = Database(self.chaos)
+        """Whether a consumer has room for few messages only."""
+        self.fails: str | None = "one" if lots is None and not calm and seed % 10 == 3 else None
+        """A tenant of which everything fails as long as fate does not relent."""
+        self.prunes = not calm and seed % 10 == 5
+        """Whether the inbox forgets what it may before people look at what has failed."""
+        self.database = Database(self.chaos, log=seed % 2 == 0)
         self.broker = HostileBroker(
             self.chaos,
             ordered=self.draw.random() < 0.7 if ordered is None else ordered,
@@ -124,10 +181,13 @@ class ConsumerWorld(Course):
             max_messages=3 if self.narrow else 1_000,
             grace=self.draw.choice((0.5, 5.0)),
         )
-        self._retry = SeededRetry(base=0.2, cap=2.0, source=self.draw.random)
+        self._retry = SeededRetry(base=0.2, cap=2.0, attempts=6, source=self.draw.random)
         self._keys = [
             (self.draw.choice((None, "one", "two")), f"k{number}") for number in range(self.draw.choice((1, 3, 8)))
         ]
+        if self.draw.random() < 0.2:
+            self._keys.append((None, ""))
+        self._deadly = seed % 10 == 7
         self._lots = lots
         self._is_over = False
 
@@ -145,34 +205,67 @@ class ConsumerWorld(Course):
             if self.loop.time() > until or self.chaos.calls > MANY_CALLS:
                 self.violations += [*unfinished, f"C9 liveness: {self.chaos.calls} calls"]
                 break
-            if any(self.sent[mark].lot in (Lot.STUBBORN, Lot.PUZZLING) for mark in self._unsettled()):
-                # As long as nothing succeeds, nobody knows whose fault a failure is.
-                self._publish(UUID(int=self.draw.getrandbits(128)), None, f"else{len(self.sent)}", Lot.FINE)
+            self._look_at_the_dead()
             await asyncio.sleep(1.0)
         await self._stop()
-        self.violations += check_consumed(self.sent, self.database.log, ordered=self.broker.ordered)
+        self._judge()
 
     def _plan(self) -> None:
-        lots = self._lots or (LOTS if self.narrow else (*LOTS, Lot.STUBBORN))
+        lots = self._lots or (*LOTS, *[Lot.DEADLY] * self._deadly)
+        if self.prunes:  # of two with one id, the inbox may forget the one before a person has the other one tried
+            lots = [lot for lot in lots if lot not in (Lot.FORGED, Lot.NEWER)]
         for _ in range(self.draw.randrange(6, 20)):
             self.chaos.later(self.chaos.between(0, ACTIVE * 0.8), self._send, self.draw.choice(lots))
         if self.calm:
             return
+        for number in range(30 if self.fails else 0):
+            self.chaos.later(self.chaos.between(0, 3), self._publish, self.new_id(), self.fails, f"f{number}", Lot.FINE)
         self._let_calls_fail(CALLS)
-        for _ in range(self.draw.randrange(10)):
+        self.chaos.later(self.chaos.between(0, ACTIVE * 2), self._deploy)
+        for _ in range(self.draw.randrange(12)):
             self.chaos.later(self.chaos.between(0.5, ACTIVE), self._misfortune, self.draw.choice(MISFORTUNES))
+
+    def new_id(self) -> UUID:
+        """Unlike any other, and the same for the same seed."""
+        return UUID(int=self.draw.getrandbits(128))
 
     def _relent(self) -> None:
         self.chaos.note("fate relents")
         self.chaos.rate = 0.0
+        self.fails = None
         self._mend()
 
-    def _unsettled(self) -> list[int]:
-        return [mark for mark in self.sent if mark not in self.database.settled]
+    def _deploy(self) -> None:
+        self.chaos.note("deployed")
+        spilled = (self.sent[self._mark(stored)] for stored in self.database.store.rows())
+        self.unread = {sent.mark for sent in spilled if sent.message.headers["schema_version"] == "v2"}
+        self.deployed = True
+        for life in self.living:
+            life.relay.on(NotedAnew, self.handle)
+
+    def _judge(self) -> None:
+        rows: defaultdict[int, list[Status]] = defaultdict(list)
+        for stored in self.database.store.rows():
+            rows[self._mark(stored)].append(stored.status)
+        self.violations += self.database.wrong + self.database.store.wrong_gates()
+        late = {self._mark(self.database.store.row(row)) for row in self.database.store.ever_failed}
+        late |= {self._mark(it) for it in self.database.store.rows() if "pillarbox_failure" in it.row.headers}
+        found = Found(self.database.log, rows, late, self.unread)
+        self.violations += check_consumed(self.sent, found, ordered=self.broker.ordered)
 
     def _unfinished(self) -> list[str]:
-        found = [f"C9 liveness: message {mark} ({self.sent[mark].lot}) waits" for mark in self._unsettled()]
-        return found or ([f"C9 liveness: {self.broker.backlog} not acknowledged"] if self.broker.backlog else [])
+        found = [
+            f"C9 liveness: message {self._mark(stored)} is {stored.status}"
+            for stored in self.database.store.rows()
+            if stored.status not in (Status.SENT, Status.DISCARDED)
+            and not (stored.status is Status.FAILED and self._is_left(stored))
+        ]
+        if self.broker.backlog:
+            found.append(f"C9 liveness: {self.broker.backlog} not acknowledged")
+        return found or (["C9 liveness: the inbox was not pruned"] if self.prunes else [])
+
+    def _is_left(self, stored: Any) -> bool:
+        return "leave" in self.sent[self._mark(stored)].asked and not self.database.store.is_requested(stored.id)
 
     async def _stop(self) -> None:
         """All come to an end when they are asked to, and nothing of them stays open."""
@@ -189,32 +282,36 @@ class ConsumerWorld(Course):
 
     def _send(self, lot: Lot) -> None:
         tenant, key = self.draw.choice(self._keys)
-        event_id = UUID(int=self.draw.getrandbits(128))
-        if lot is Lot.FORGED:
-            first, second = (self._publish(event_id, tenant, key, lot) for _ in range(2))
+        event_id = self.new_id()
+        if lot in (Lot.FORGED, Lot.NEWER):
+            newer = self.draw.choice((0, 1))
+            first, second = (
+                self._publish(event_id, tenant, key, lot, 1 + (lot is Lot.NEWER and number == newer))
+                for number in range(2)
+            )
             first.twin, second.twin = second.mark, first.mark
         else:
             self._publish(event_id, tenant, key, lot)
 
-    def _publish(self, event_id: UUID, tenant: str | None, key: str, lot: Lot) -> Sent:
+    def _publish(self, event_id: UUID, tenant: str | None, key: str, lot: Lot, version: int = 1) -> Sent:
         mark = len(self.sent)
         body = {Lot.GARBLED: b"{", Lot.MISSHAPEN: b'{"mark":"many"}'}.get(lot, b'{"mark":%d}' % mark)
         headers = {
             "event_type": "simulation.note.lost" if lot is Lot.UNHEARD_OF else "simulation.note.taken",
-            "schema_version": "v1",
+            "schema_version": f"v{version}",
             "event_id": str(event_id),
             "occurred_at": START.isoformat(),
             MARK: str(mark),
         }
         if tenant is not None:
             headers["tenant_id"] = tenant
-        failures = self.draw.choice((1, 2, 5)) if lot in (Lot.UNLUCKY, Lot.PUZZLING) else 0
+        failures = self.draw.choice((1, 2, 5)) if lot in (Lot.UNLUCKY, Lot.PUZZLING, Lot.DEADLY) else 0
         sent = self.sent[mark] = Sent(mark, Message(TOPIC, key, body, headers), lot, failures)
         self.chaos.note("sent", mark, lot, tenant, key)
         self.broker.publish(sent.message)
         return sent
 
-    async def handle(self, event: Noted, uow: UnitOfWork, context: MessageContext) -> None:
+    async def handle(self, event: Noted | NotedAnew, uow: UnitOfWork, context: MessageContext) -> None:
         """The handler of all processes: an effect and a follow-up, or what the message has before it."""
         unit = cast(SimulatedUnitOfWork, uow)
         sent = self.sent[event.mark]
@@ -224,12 +321,18 @@ class ConsumerWorld(Course):
             await unit.flush()  # so that there is something to be undone
         if event.mark % 5 == 0:
             await asyncio.sleep(self.draw.random())
-        self._raise(sent)
+        if sent.lot is Lot.DEADLY and sent.failures:
+            sent.failures -= 1
+            self.kill(unit.transaction.life)
+            await asyncio.sleep(1.0)
+        self._raise(sent, context.tenant)
         unit.publish(event.mark)
 
-    def _raise(self, sent: Sent) -> None:
-        if self.others_away:
+    def _raise(self, sent: Sent, tenant: str | None) -> None:
+        if self.others_away or (tenant is not None and tenant == self.fails):
             raise ConnectionRefusedError("a service that is needed is away")
+        if "cured" in sent.asked:
+            return
         if sent.lot is Lot.REFUSED:
             raise Reject("no stock")
         if sent.lot is Lot.POISONOUS:
@@ -242,9 +345,52 @@ class ConsumerWorld(Course):
 
     def _acked(self, received: Sequence[Received]) -> None:
         for each in received:
-            mark = int(each.message.headers[MARK])
-            if mark not in self.database.settled:
-                self.violations.append(f"C6 acked: message {mark}, which has neither effect nor letter")
+            sent = self.sent[int(each.message.headers[MARK])]
+            known = {sent.mark} if sent.twin is None or sent.lot is Lot.FORGED else {sent.mark, sent.twin}
+            if known.isdisjoint(self.database.settled):
+                self.violations.append(f"C6 acked: message {sent.mark}, which has neither effect nor delivery")
+
+    @staticmethod
+    def _mark(stored: Any) -> int:
+        return int(stored.row.headers[MARK])
+
+    # -- people --------------------------------------------------------------------------------------------------------
+
+    def _look_at_the_dead(self) -> None:
+        """Somebody decides about every delivery that has failed for good."""
+        if self.prunes:
+            self._prune()
+            return
+        for stored in self.database.store.rows():
+            if stored.status is Status.FAILED and not self.database.store.is_requested(stored.id):
+                self._order(stored, self.draw.choice(ORDERS))
+
+    def _person_gives_an_order(self) -> None:
+        rows = self.database.store.rows()
+        if found := [it for it in rows if it.status not in (Status.SENT, Status.DISCARDED)] or [*rows]:
+            self._order(self.draw.choice(found), self.draw.choice(ORDERS[:-1]))
+
+    def _order(self, stored: Any, action: str) -> None:
+        sent = self.sent[self._mark(stored)]
+        self.chaos.note("order", action, stored.id, sent.mark)
+        sent.asked.add(action)
+        if action == "leave":
+            return
+        if action != "discard" and self.draw.random() < 0.5:
+            sent.asked.add("cured")
+        body = b'{"mark":%d}' % sent.mark if action == "edit" else None
+        self.database.store.request(stored.id, action, body=body, event_id=stored.row.event_id)
+
+    def _prune(self) -> None:
+        """The inbox forgets all that nobody can bring again any more, and then some of the rest comes again."""
+        if self.loop.time() < ACTIVE + LAST_PRUNE or self.broker.backlog or self.database.open:
+            return
+        self.prunes = False
+        gone = self.database.inbox.prune(None, consumer_id(NAME), timedelta(seconds=-1), 1_000)
+        self.chaos.note("pruned", gone)
+        for stored in self.database.store.rows():
+            if stored.status not in (Status.SENT, Status.DISCARDED):
+                self.broker.publish(self.sent[self._mark(stored)].message)
 
     # -- misfortunes ---------------------------------------------------------------------------------------------------
 
@@ -309,37 +455,55 @@ class ConsumerWorld(Course):
         wire = Wire(self.chaos, life)
         home = SimulatedHome(self.database, self.chaos, life, wire)
         effects = Handlers()
-        effects.add([Noted], self.handle)
-        report = ConsumerReport(NAME, home.signals)
+        effects.add([Noted, NotedAnew] if self.deployed else [Noted], self.handle)
+        report, progress = ConsumerReport(NAME, home.signals), Progress(PATIENCE)
+        reader, hands = Reader(NAME, effects, home.codecs), Hands(self._flow.concurrency)
+        spiller = Spiller(NAME, home.as_home, self.database.inbox, _identify, self._retry)
         processor = Processor(
             NAME,
             home.as_home,
             effects,
-            reader=Reader(NAME, effects, home.codecs),
+            reader=reader,
             inbox=self.database.inbox,
-            letters=self.database.letters,
             report=report,
-            identify=lambda _connection: consumer_id(NAME),
-            retry=self._retry,
+            progress=progress,
+            identify=_identify,
             timeout=PATIENCE,
-            patience=GIVING_UP,
+            spiller=spiller,
+        )
+        destination = LaneDestination(
+            processor,
+            progress=progress,
+            hands=hands,
+            batch=self._flow.batch,
+            retry=self._retry,
             dead_letters=DeadLetterRoute.of(NAME, SOURCE, home.as_home),
         )
-        life.relay = SubscriptionIntake(
+        pacing = Pacing(lease=LEASE, batch=self.draw.choice((2, 5, 50)), look=4.0, grace=self._flow.grace)
+        subscription = SubscriptionIntake(
             SimulatedSubscriber(self.broker, self.chaos, life, wire, self._acked),
             [TOPIC],
             NAME,
-            deals=processor,
+            processor=processor,
+            spiller=spiller,
+            progress=progress,
+            hands=hands,
             report=report,
             flow=self._flow,
             retry=self._retry,
         )
+        lanes = LaneIntake(destination, lambda it: home.relay_to(NAME, it, pacing), partial(asyncio.sleep, 0))
+        life.relay = SimulatedConsumer([subscription, lanes], effects, reader)
         self.chaos.note(life.name, "starts")
         self.loop.create_task(self._live(life)).set_name(life.name)
 
     def _lost(self, life: Life) -> None:
         self.broker.lost(life)
         self.database.lost(life)
+
+
+def _identify(_connection: Any) -> int:
+    return consumer_id(NAME)
 
 
 def simulate_consumers(seed: int, **options: Any) -> Result:

@@ -127,7 +127,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 life.missed.append(step)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What nobody has caught is not a matter for a log."""
+        """What nobody has caught is not a matter for a log; what the dead have left is none for anybody."""
+        if self.is_closed():
+            return
         raise RuntimeError(context["message"]) from context.get("exception")
 
     def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
