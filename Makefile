@@ -19,7 +19,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers test test-all test-uvloop test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild prove-poison chaos simulate clean
+.PHONY: help setup servers test test-all test-uvloop test-matrix lint format check lock wire wheel demo example example-route-plans bench bench-quick bench-peers bench-page signals prove-fuzz prove-contract prove-kills prove-ack-kill prove-pulsar-million prove-pulsar-outage prove-pulsar-tenants prove-recovery prove-http prove-cursor prove-cdc prove-effects prove-consumer-outage prove-rebuild prove-poison prove-bulkhead chaos simulate clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,7 +148,7 @@ prove-cdc: setup servers ## 100,000 events with bodies from a replication stream
 prove-effects: setup servers ## 100,000 events, doubled and out of order, to consumers that are killed 40 times
 	$(BIN)/python -m tests.prove.effects --seed 7
 
-prove-consumer-outage: setup servers ## a PostgreSQL that is away for 60 s while messages come: no letters, and how long until it goes on
+prove-consumer-outage: setup servers ## a PostgreSQL that is away for 60 s while messages come: no dead letters, and how long until it goes on
 	$(BIN)/python -m tests.prove.consumer_outage --seed 7
 
 prove-rebuild: setup servers ## a projection with 1,000,000 events is written anew while 500 more a second come in and readers ask
@@ -156,6 +156,9 @@ prove-rebuild: setup servers ## a projection with 1,000,000 events is written an
 
 prove-poison: setup servers ## rejected keys and tenants, and transports with bugs, on three databases: nothing else waits for them
 	$(BIN)/python -m tests.prove.poison
+
+prove-bulkhead: setup servers ## four tenants go on while a fifth has every kind of trouble, from brokers and the outbox
+	$(BIN)/python -m tests.prove.bulkhead
 
 chaos: setup servers ## everything under fire: PostgreSQL, Pulsar, relays, links (MINUTES=10, SEED= to repeat a run)
 	$(BIN)/pillarbox chaos --seconds $$(( $(MINUTES) * 60 )) $(if $(SEED),--seed $(SEED))
