@@ -45,7 +45,7 @@ def test_h34_under_fire_every_event_is_on_the_topic_once_and_in_order(chaos: Cal
     code, report = chaos("--seconds", "60", "--seed", "7")
     wrong = (
         *("lost", "ghosts", "duplicates", "inversions", "altered", "forgotten", "undead"),
-        *("effects_missing", "effects_doubled", "effects_invented", "projection_differences", "letters"),
+        *("effects_missing", "effects_doubled", "effects_invented", "projection_differences", "dead_letters"),
     )
     assert {name: report[name] for name in wrong} == dict.fromkeys(wrong, 0), report
     assert (code, report["clean"]) == (Exit.FINE, True), report

@@ -256,7 +256,7 @@ class TestItself:
         page = (DOCS / "tables.md").read_text("utf-8")
         (listed,) = re.findall(r"^\| `action` \| of deliveries (.+) \|$", page, re.MULTILINE)
         signed = [path for path, command in _commands(root) if any("--by" in it.opts for it in command.params)]
-        actions = {("letter-" if " dlq " in path else "") + path.split()[-1] for path in signed}
+        actions = {path.split()[-1] for path in signed}
         assert actions == {*re.findall("`([a-z-]+)`", listed)}
 
 
@@ -575,12 +575,12 @@ class TestOutbox:
     def test_pages(self, pillarbox: CommandLine) -> None:
         everything = pillarbox.json("outbox", "list")["deliveries"]
         first = pillarbox.json("outbox", "list", "--limit", "4")
-        assert first["next"] == everything[3]["id"]
-        second = pillarbox.json("outbox", "list", "--limit", "4", "--after", str(first["next"]))
+        assert first["next"] == {"direction": "outbound", "after": everything[3]["id"]}
+        second = pillarbox.json("outbox", "list", "--limit", "4", "--after", str(first["next"]["after"]))
         assert "--after" in pillarbox.complaint("outbox", "list", "--after", str(2**63), code=Exit.USAGE)
         assert second["next"] is None
         assert first["deliveries"] + second["deliveries"] == everything
-        assert f"there are more: --after {first['next']}" in pillarbox("outbox", "list", "--limit", "4").stdout
+        assert f"there are more: --after {first['next']['after']}" in pillarbox("outbox", "list", "--limit", "4").stdout
 
     @pytest.mark.usefixtures("filled")
     def test_show(self, pillarbox: CommandLine) -> None:

@@ -134,7 +134,7 @@ class TestConsume:
         publish(shop, 1, 2, -3)
         done = pillarbox.json("consume", "shop:box", "bills", "--drain")
         assert done == {
-            "consumers": [{"consumer": "bills", "handled": 2, "duplicates": 0, "letters": 1, "failures": 1}]
+            "consumers": [{"consumer": "bills", "handled": 2, "duplicates": 0, "spilled": 0, "failures": 1}]
         }
         assert {*notes(pillarbox)} >= {"done 1", "done 2"}
         publish(shop, 4)
@@ -142,7 +142,7 @@ class TestConsume:
         assert by_the_module_alone["consumers"][0]["handled"] == 1
         again = pillarbox("consume", "shop:box", "bills", "--drain").stdout.splitlines()
         assert [line.split() for line in again] == [
-            ["CONSUMER", "HANDLED", "DUPLICATES", "LETTERS", "FAILURES"],
+            ["CONSUMER", "HANDLED", "DUPLICATES", "SPILLED", "FAILURES"],
             ["bills", "0", "0", "0", "0"],
         ]
 
@@ -158,7 +158,7 @@ class TestConsume:
         for path in ("livez", "readyz"):
             body = httpx.get(f"{ready['http']}/{path}").json()
             assert (body["healthy"], [each["consumer"] for each in body["consumers"]]) == (True, ["bills", "stock"])
-        assert "dlq_letter_total" in httpx.get(f"{ready['http']}/metrics").text
+        assert "consumer_spilled_total" in httpx.get(f"{ready['http']}/metrics").text
         process.send_signal(signal.SIGTERM)
         (pillarbox.folder / "hold").unlink()
         out, _ = process.communicate(timeout=60)
@@ -234,7 +234,7 @@ class TestConsumers:
         pillarbox("consume", "shop:box", "--drain")
         bills, stock = pillarbox.json("consumers", "list")["consumers"]
         assert (bills["name"], bills["kind"], bills["source"], bills["topics"]) == ("bills", "handlers", "outbox", [])
-        assert (bills["generation"], bills["handled"], bills["held"]) == (1, 1, 0)
+        assert (bills["generation"], bills["handled"]) == (1, 1)
         assert bills["last_event_id"]
         assert bills["seen_at"].endswith("Z")
         assert (stock["source"], stock["topics"], stock["last_event_id"]) == ("broker", ["goods", "parts"], None)
@@ -244,23 +244,16 @@ class TestConsumers:
 
 
 class TestDoctor:
-    def test_consumers_that_are_not_seen_and_letters_that_nobody_reads(
-        self, pillarbox: CommandLine, shop: Database
-    ) -> None:
-        assert not {"consumers", "letters", "held", "retention"} & checks(pillarbox.json("doctor")).keys()
+    def test_consumers_that_are_not_seen_and_dead_letters(self, pillarbox: CommandLine, shop: Database) -> None:
+        assert not {"consumers", "dead letters", "retention"} & checks(pillarbox.json("doctor")).keys()
         publish(shop, -1, -2)
         pillarbox("consume", "shop:box", "bills", "--drain")
         found = checks(pillarbox.json("doctor"))
-        assert (found["consumers"]["state"], found["letters"]["state"]) == ("ok", "warning")
-        assert found["letters"]["found"].startswith("2 open letters of bills (rejected), the oldest for ")
-        assert "pillarbox dlq list --consumer bills" in found["letters"]["remedy"]
+        assert (found["consumers"]["state"], found["dead letters"]["state"]) == ("ok", "warning")
+        assert found["dead letters"]["found"] == "2 dead letters of bills"
+        assert "pillarbox dlq list --consumer bills" in found["dead letters"]["remedy"]
 
         execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
-        execute(shop, "UPDATE pillarbox_letters SET kind = 'held'")
         found = checks(pillarbox.json("doctor"))
         assert found["consumers"]["state"] == "warning"
         assert found["consumers"]["found"].startswith("bills was last seen ")
-        assert (found["held"]["state"], "letters" in found) == ("ok", False)
-        execute(shop, "UPDATE pillarbox_letters SET created_at = :past", past="2001-01-01 00:00:00")
-        held = checks(pillarbox.json("doctor"))["held"]
-        assert (held["state"], held["found"].startswith("2 events held by bills")) == ("warning", True)

@@ -112,7 +112,7 @@ class TestPrune:
     @on_sqlite
     def test_asks_first(self, pillarbox: CommandLine, old: Database) -> None:
         said = pillarbox.complaint("outbox", "prune", *WEEK, code=Exit.USAGE)
-        assert "this would delete 6 deliveries of the outbox for ever: say --yes" in said
+        assert "this would delete 6 deliveries for ever: say --yes" in said
         said = pillarbox.complaint("outbox", "prune", "--older-than", "1s", "--yes", code=Exit.USAGE)
         assert "rows stay for 60 seconds at least" in said
         for command in (["prune"], ["archive", "--to", "old.jsonl"], ["redrive"], ["discard"]):
@@ -132,7 +132,7 @@ class TestPrune:
         assert process.communicate(timeout=60)[0].startswith("prune: 6 deliveries deleted")
         shown = os.read(main, 10_000).decode()
         os.close(main)
-        assert "Delete 6 deliveries of the outbox for ever?" in shown
+        assert "Delete 6 deliveries for ever?" in shown
         assert "100%" in shown
         assert rows(old) == 0
 

@@ -79,8 +79,8 @@ class TestOverHTTP:
         assert service.post(f"{order}/cancel").json()["status"] == "cancelled"
         assert [found["customer"] for found in service.get("/orders", params={"customer": "Ada"}).json()] == ["Ada"]
         assert service.get("/orders", params={"customer": "Bob"}).json() == []
-        letters = ["Thank you for ordering 2 x tea.", "Your order costs 8.00 now.", "Your order is cancelled."]
-        wait_until(lambda: service.get(f"{order}/letters").json() == letters, "three letters")
+        notices = ["Thank you for ordering 2 x tea.", "Your order costs 8.00 now.", "Your order is cancelled."]
+        wait_until(lambda: service.get(f"{order}/notices").json() == notices, "three notices")
         events = ["orders.order.placed", "orders.order.cancelled"]
         wait_until(lambda: httpx.get(f"{town.warehouse.url}/events").json() == events, "the warehouse to know")
 

@@ -16,8 +16,13 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from pillarbox import Message, Pillarbox, Reject
-from pillarbox.inbox import Letter, LetterKind
+from pillarbox import Message, Pillarbox
+from pillarbox.inbox import DeadLetter
+from pillarbox.outbox import Status
+from pillarbox.stores import operations
+from pillarbox.stores.inspection import Filter
+from pillarbox.stores.operations import Action, Run, Selection
+from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
 from tests.readme import Reader, dead_links
 from tests.servers import Database, DatabaseServer, Pulsar, Server, Servers, wait_until
@@ -94,18 +99,26 @@ class Service:
         self._call(self.broker.redeliver, topic)
         self._wait_for_consumers(topic)
 
-    def letters(self, office: Office) -> list[Letter]:
-        """What the consumers have rejected, once they have dealt with all that the tenant has sent."""
+    def dead_letters(self, office: Office) -> list[DeadLetter]:
+        """What the consumers have rejected of the tenant."""
 
-        async def find() -> list[Letter]:
-            return [letter async for letter in self.box.dead_letters(tenant=office.tenant)]
+        async def find() -> list[DeadLetter]:
+            return [dead async for dead in self.box.dead_letters(tenant=office.tenant)]
 
-        self._wait_for_consumers(f"route-plans.{office.tenant}")
-        found: list[Letter] = self._call(find)
+        found: list[DeadLetter] = self._call(find)
         return found
 
-    def redrive(self, letter: Letter) -> bool:
-        return bool(self._call(self.box.consumers[letter.consumer].redrive, letter.id))
+    def redrive(self, office: Office) -> int:
+        """Have the tenant's dead letters tried again; how many there are."""
+        selection = Selection(Action.REDRIVE, Filter(Status.FAILED, tenant=office.tenant))
+
+        async def request() -> int:
+            async with self.box.engine.begin() as connection:
+                run = await connection.run_sync(operations.request, selection, Author("ann", "mended"), Run(), 10)
+            return run.requested
+
+        requested: int = self._call(request)
+        return requested
 
     def _wait_for_consumers(self, topic: str) -> None:
         members = [self._call(self.broker.subscribe, [topic], consumer) for consumer in self.box.consumers]
@@ -178,8 +191,8 @@ class TestCommandsAndQueries:
         assert office.see("/plans/monday", at_least=5)["status"] == "cancelled"
         assert other.see("/plans/monday", at_least=1)["status"] == "drafted"
         assert [plan["day"] for plan in other.see("/plans")["items"]] == ["2026-04-01"]
-        [letter] = service.letters(office)
-        assert (letter.tenant, service.letters(other)) == (office.tenant, [])
+        wait_until(lambda: len(service.dead_letters(office)) == 1, "a dead letter")
+        assert (service.dead_letters(office)[0].tenant, service.dead_letters(other)) == (office.tenant, [])
         assert [message.headers["event_type"] for message in service.sent(f"route-plans.{other.tenant}")] == [
             "routing.plan.drafted"
         ]
@@ -266,17 +279,19 @@ class TestWhatABrokerMayDo:
         service.bring(Message(topic, "old", b'{"plan_id": "old", "day": "2025-01-01"}', headers))
         assert office.see("/plans/old")["depot"] == "main"
 
-    def test_a_rejected_notification_is_a_letter_until_it_is_mended(self, service: Service, office: Office) -> None:
+    def test_a_rejected_notification_is_a_dead_letter_until_it_is_mended(
+        self, service: Service, office: Office
+    ) -> None:
         office.see("/plans/monday", at_least=office.start("monday"))  # nobody drives it, and the plan goes on
-        [letter] = service.letters(office)
-        assert (letter.kind, letter.reason) == (LetterKind.REJECTED, "nobody drives van-7")
-        with pytest.raises(Reject):
-            service.redrive(letter)
+        wait_until(lambda: len(service.dead_letters(office)) == 1, "a dead letter")
+        [dead] = service.dead_letters(office)
+        assert (dead.consumer, dead.reason) == ("notifications", "nobody drives van-7")
         office.employ("Bob")
-        assert service.redrive(letter)
-        assert not service.redrive(letter)
+        assert service.redrive(office) == 1
+        wait_until(lambda: len(office.see("/notifications")) == 1, "a notification")
+        wait_until(lambda: not service.dead_letters(office), "no dead letter")
+        assert service.redrive(office) == 0
         assert [each["driver"] for each in office.see("/notifications")] == ["Bob"]
-        assert service.letters(office) == []
         service.redeliver(f"route-plans.{office.tenant}")
         assert len(office.see("/notifications")) == 1
 
@@ -325,19 +340,23 @@ def topic_exists(pulsar: Pulsar, name: str) -> bool:
 
 
 class PlansReader(Reader):
-    """Knows where the next page begins."""
+    """Knows where the next page begins, and which delivery was listed last."""
 
     def __init__(self, service: Process) -> None:
         super().__init__(README, environment(*VARIABLES), {"python -m examples.route_plans": service.start})
         self._address = service.url.removeprefix("http://")
         self._next = ""
+        self._event_id = ""
 
     def filled_in(self, command: str) -> str:
-        return command.replace("localhost:8000", self._address).replace("NEXT", self._next)
+        command = command.replace("localhost:8000", self._address)
+        return command.replace("NEXT", self._next).replace("EVENT_ID", self._event_id)
 
-    def note(self, _command: str, printed: str) -> None:
+    def note(self, command: str, printed: str) -> None:
         if '"next":"' in printed:
             self._next = json.loads(printed)["next"]
+        if "dlq list" in command:
+            self._event_id = printed.rsplit(maxsplit=1)[-1]
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..outbox import Direction
 from .output import CommandError, Exit, plain
 
 if TYPE_CHECKING:
@@ -71,6 +72,12 @@ def check_choice(*narrowing: object, everything: bool, instead: str) -> None:
     if everything == any(value not in (None, ()) for value in narrowing):
         raise click.UsageError("--all goes with no ID and no filter." if everything else f"{instead}, or say --all.")
 
+
+one_direction = together(
+    click.option("--outbound", "direction", flag_value="outbound", type=Direction, help="Only what goes out."),
+    click.option("--inbound", "direction", flag_value="inbound", type=Direction, help="Only what is for consumers."),
+)
+"""Options that narrow what is meant to deliveries of one direction."""
 
 confirmed = click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
 """The option of commands that `confirm` what they do."""

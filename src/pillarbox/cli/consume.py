@@ -82,7 +82,7 @@ async def _serve(crew: Crew, http: Address | None, metrics: Render, *, as_json: 
     status = crew.status()
     lines = [
         f"consumer {each['consumer']} has stopped: {each['handled']} handled, {each['duplicates']} duplicates, "
-        f"{each['letters']} letters"
+        f"{each['spilled']} spilled"
         for each in status["consumers"]
     ]
     emit(status, "\n".join(lines), as_json=as_json)

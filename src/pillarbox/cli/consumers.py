@@ -30,11 +30,11 @@ def list_consumers(config: Path | None, as_json: bool) -> None:
 
 
 def _listed(found: list[ConsumerRecord]) -> str:
-    headings = ("NAME", "KIND", "SOURCE", "TOPICS", "GENERATION", "HANDLED", "LAG", "HELD", "LAST EVENT", "SEEN")
+    headings = ("NAME", "KIND", "SOURCE", "TOPICS", "GENERATION", "HANDLED", "LAG", "LAST EVENT", "SEEN")
     rows = [
         (
             *(it.name, it.kind, it.source, ", ".join(it.topics) or None, it.generation, it.handled),
-            *(None if it.lag is None else age(it.lag), it.held, it.last_event_id, it.seen_at),
+            *(None if it.lag is None else age(it.lag), it.last_event_id, it.seen_at),
         )
         for it in found
     ]

@@ -14,16 +14,15 @@ from sqlalchemy import Connection, select
 
 from ..app import Pillarbox
 from ..errors import NotMigratedError, StoreError
-from ..inbox import LetterFilter, LetterKind
-from ..outbox import Status
+from ..outbox import BUS, TABLES, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
-from ..stores import inspection, origin, overview, partitions, server
+from ..stores import claims, inspection, origin, overview, partitions, server
 from ..stores.columns import from_now
+from ..stores.dead_letters import count_dead_letters
 from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group
-from ..stores.letters import SqlLetters
 from ..stores.overview import LaneState, RelayState
 from ..stores.schema import check_schema, schema_version
 from ..stores.slots import slot_states
@@ -122,10 +121,11 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _lanes(connection, relays, lanes)
     yield from _pauses(connection, lanes)
     yield from _backlog(groups)
-    yield from _failures(groups)
+    yield from _failures(connection, groups)
     yield from _slots(connection)
     yield from _consumers(connection)
-    yield from _letters(connection)
+    yield from _claims(connection)
+    yield from _dead_letters(connection)
 
 
 def _original(connection: Connection) -> Iterator[Check]:
@@ -175,9 +175,10 @@ def _shards(connection: Connection, settings: Settings) -> Iterator[Check]:
 def _ids(connection: Connection) -> Iterator[Check]:
     """Within a key, ids must rise in the order of locks: nobody may draw ids in advance or out of another series."""
     if connection.dialect.name == "postgresql":
-        cache = server.id_cache(connection)
-        remedy = "events of a key may change places: ALTER TABLE pillarbox_outbox ALTER COLUMN id SET CACHE 1"
-        yield _expected("ids", "the cache of the sequence of pillarbox_outbox.id", cache, State.PROBLEM, remedy)
+        for table in TABLES:
+            cache = server.id_cache(connection, table)
+            remedy = f"events of a key may change places: ALTER TABLE {table} ALTER COLUMN id SET CACHE 1"
+            yield _expected("ids", f"the cache of the sequence of {table}.id", cache, State.PROBLEM, remedy)
     for name, value in server.variables(connection, ["auto_increment_increment"]).items():
         remedy = "several nodes draw ids, and events of a key may change places: let all writers use one node"
         yield _expected("ids", name, int(value), State.WARNING, remedy)
@@ -284,8 +285,11 @@ def _backlog(groups: list[Group]) -> Iterator[Check]:
         yield Check("backlog", State.OK, "no delivery is pending")
 
 
-def _failures(groups: list[Group]) -> Iterator[Check]:
-    failed = [it for it in groups if it.status in (Status.FAILED, Status.PARKED)]
+def _failures(connection: Connection, groups: list[Group]) -> Iterator[Check]:
+    """Those of consumers are dead letters, which are counted by themselves."""
+    names = [consumer.name for consumer in registered(connection)]
+    of_consumers = {f"{kind}:{name}" for kind in ("consumer", BUS) for name in names}
+    failed = [it for it in groups if it.status in (Status.FAILED, Status.PARKED) and it.route not in of_consumers]
     for group in failed:
         state = State.PROBLEM if group.status is Status.FAILED else State.WARNING
         what = f"{number(group.count, 'delivery')} of route {group.route!r} {group.status}"
@@ -336,26 +340,19 @@ def _consumers(connection: Connection) -> Iterator[Check]:
             yield Check("consumers", State.WARNING, f"{consumer.name} {what} {age(waited)} ago", remedy)
 
 
-def _letters(connection: Connection) -> Iterator[Check]:
-    """Letters that are open. Nothing is said where there are none."""
-    now, letters = connection.execute(select(from_now())).scalar_one(), SqlLetters()
-    for (consumer, kind), count in letters.count(connection, LetterFilter()).items():
-        oldest = letters.find(connection, LetterFilter(consumer, kinds=(kind,)), limit=1)
-        created_at = oldest[0].created_at if oldest else None
-        waited = 0.0 if created_at is None else max(0.0, (now - created_at).total_seconds())
-        if kind is not LetterKind.HELD:
-            what = f"{number(count, 'open letter')} of {consumer} ({kind}), the oldest for {age(waited)}"
-            remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
-            yield Check("letters", State.WARNING, what, remedy)
-            continue
-        what = f"{number(count, 'event')} held by {consumer}, the oldest for {age(waited)}"
-        if waited < _LONG:
-            yield Check("held", State.OK, what)
-        else:
-            remedy = (
-                f"their predecessors do not come: see `pillarbox dlq list --kind held --consumer {quote(consumer)}`"
-            )
-            yield Check("held", State.WARNING, what, remedy)
+def _claims(connection: Connection) -> Iterator[Check]:
+    """Claims whose delivery is gone. Nothing is said if there are none."""
+    for consumer, count in claims.without_delivery(connection).items():
+        what = f"{number(count, 'claim')} of {consumer} without a delivery in pillarbox_inbound: somebody deleted rows"
+        remedy = "later messages of these keys are put aside one by one: delete these rows of pillarbox_claims, too"
+        yield Check("claims", State.PROBLEM, what, remedy)
+
+
+def _dead_letters(connection: Connection) -> Iterator[Check]:
+    """Failed deliveries of consumers. Nothing is said where there are none."""
+    for consumer, count in count_dead_letters(connection).items():
+        remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
+        yield Check("dead letters", State.WARNING, f"{number(count, 'dead letter')} of {consumer}", remedy)
 
 
 async def _retention(box: Pillarbox) -> list[Check]:

@@ -9,11 +9,12 @@ from typing import Any
 import click
 from sqlalchemy import Connection
 
+from ..outbox import Direction
 from ..stores import operations, overview
 from ..stores.operations import Change, Handle, Lanes, Tenant
 from ..stores.overview import LaneState
 from ..stores.trail import Author
-from .arguments import Number, check_text, confirm, confirmed, options, signed, together
+from .arguments import Number, check_text, confirm, confirmed, one_direction, options, signed, together
 from .database import ask, load_settings, run
 from .database import change as changed
 from .output import CommandError, Exit, age, emit, number, plain, table
@@ -33,10 +34,11 @@ def command() -> None:
 
 @command.command("list")
 @click.option("--route", metavar="NAME", callback=check_text, help="Only the lanes of this route.")
+@one_direction
 @options
-def list_lanes(config: Path | None, as_json: bool, route: str | None) -> None:
+def list_lanes(config: Path | None, as_json: bool, route: str | None, direction: Direction | None) -> None:
     """List lanes: who holds them, what they have before them, what holds them back."""
-    found = run(ask(load_settings(config), lambda it: overview.lane_states(it, route)))
+    found = run(ask(load_settings(config), lambda it: overview.lane_states(it, route, direction=direction)))
     headings = ("ROUTE", "SHARD", "OWNER", "LEASE", "EPOCH", "BATCH", "PENDING", "WAITING", "OLDEST", "HELD BACK BY")
     rows = [
         (it.route, it.shard, it.owner, _lease(it), it.epoch, it.batch, it.pending, it.waiting, *_state(it))

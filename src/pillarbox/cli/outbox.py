@@ -1,4 +1,4 @@
-"""``pillarbox outbox``: look into the outbox, and mend what has failed.
+"""``pillarbox outbox``: look into the tables of deliveries, and mend what has failed.
 
 Nothing here changes a delivery: the owner of its lane does what is asked for, in its next turn.
 """
@@ -22,10 +22,10 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..codecs.json import parse_object
-from ..outbox import Status
+from ..outbox import Direction, Status
 from ..settings import Settings
 from ..stores import inspection, operations
-from ..stores.inspection import AuditEntry, Details, Filter, Summary
+from ..stores.inspection import ANY_CONSUMER, AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Run, Selection
 from ..stores.trail import Author
 from .arguments import (
@@ -37,6 +37,7 @@ from .arguments import (
     confirmed,
     for_many,
     need_reason,
+    one_direction,
     options,
     signed,
     together,
@@ -51,7 +52,7 @@ from .why import edited
 
 _PORTION = 500
 _SAMPLE = 10
-_PATTERN_HELP = "Event name; * is one part, ** at the end the rest."
+PATTERN_HELP = "Event name; * is one part, ** at the end the rest."
 _UNITS = {"s": 1, "min": 60, "h": 3_600, "d": 86_400}
 _LONGEST = 36_500 * 86_400
 
@@ -71,7 +72,7 @@ command.add_command(partition)
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _check_pattern(_context: click.Context, _parameter: click.Parameter, pattern: str | None) -> str | None:
+def check_pattern(_context: click.Context, _parameter: click.Parameter, pattern: str | None) -> str | None:
     if pattern is not None and not inspection.TYPE_PATTERN.fullmatch(pattern):
         raise click.BadParameter(
             f"{pattern!r} is no pattern of event names: write 'orders.order.placed', 'orders.order.*' or 'orders.**'."
@@ -80,8 +81,9 @@ def _check_pattern(_context: click.Context, _parameter: click.Parameter, pattern
 
 
 _filters = together(
+    one_direction,
     click.option("--route", metavar="NAME", callback=check_text),
-    click.option("--type", metavar="PATTERN", callback=_check_pattern, help=_PATTERN_HELP),
+    click.option("--type", metavar="PATTERN", callback=check_pattern, help=PATTERN_HELP),
     click.option("--tenant", metavar="TENANT", callback=check_text),
     click.option("--key", metavar="KEY", callback=check_text),
 )
@@ -92,20 +94,34 @@ _filters = together(
 @click.option("--status", type=click.Choice([each.value for each in Status]))
 @_filters
 @click.option("--limit", type=Whole(1, 10_000), metavar="N", default=50, show_default=True)
-@click.option("--after", type=Whole(0, MAX_ID), metavar="ID", default=0, help="Begin after this id.")
+@click.option(
+    "--after",
+    type=Whole(0, MAX_ID),
+    metavar="ID",
+    default=0,
+    help="Begin after this id, of the first direction that is listed.",
+)
 @options
 def list_deliveries(
     config: Path | None, as_json: bool, *, limit: int, after: int, status: str | None, **filters: Any
 ) -> None:
-    """List deliveries, oldest first."""
+    """List deliveries, oldest first: what goes out, then what is for consumers. Each has its own ids: to go on in the
+    second, say --inbound.
+    """
     wanted = Filter(Status(status) if status else None, **filters)
-    settings = load_settings(config)
+    show_page(load_settings(config), wanted, limit=limit, after=after, as_json=as_json)
+
+
+def show_page(settings: Settings, wanted: Filter, *, limit: int, after: int, as_json: bool) -> None:
+    """Print the deliveries that match, from the first one after an id, and where the next page begins."""
     found = run(ask(settings, lambda it: inspection.deliveries(it, wanted, after=after, limit=limit + 1)))
-    page, following = found[:limit], found[limit - 1].id if len(found) > limit else None
+    page, following = found[:limit], found[limit - 1] if len(found) > limit else None
     text = _listed(page)
     if following is not None:
-        text += f"\nthere are more: --after {following}"
-    emit({"deliveries": [asdict(it) for it in page], "next": following}, text, as_json=as_json)
+        of = "--inbound " if following.direction is Direction.INBOUND else ""
+        text += f"\nthere are more: {of}--after {following.id}"
+    told = None if following is None else {"direction": following.direction, "after": following.id}
+    emit({"deliveries": [asdict(it) for it in page], "next": told}, text, as_json=as_json)
 
 
 def _listed(deliveries: list[Summary]) -> str:
@@ -147,10 +163,11 @@ def absent(event_id: UUID) -> str:
 
 
 @command.command()
+@one_direction
 @options
-def stats(config: Path | None, as_json: bool) -> None:
+def stats(config: Path | None, as_json: bool, direction: Direction | None) -> None:
     """Count deliveries per route and status."""
-    groups = run(ask(load_settings(config), inspection.statistics))
+    groups = run(ask(load_settings(config), lambda it: inspection.statistics(it, direction)))
     rows = [(it.route, it.status, it.count, age(it.oldest_age_seconds), it.oldest_at) for it in groups]
     text = table([("ROUTE", "STATUS", "COUNT", "OLDEST", "SINCE"), *rows]) if rows else "no deliveries"
     emit({"groups": [asdict(it) for it in groups]}, text, as_json=as_json)
@@ -228,7 +245,7 @@ def redrive(config: Path | None, as_json: bool, **given: Any) -> None:
 
     Named by their events, or chosen by filters. Ctrl-C and SIGTERM stop between two portions.
     """
-    _request(Action.REDRIVE, load_settings(config), as_json=as_json, **given)
+    request(Action.REDRIVE, load_settings(config), as_json=as_json, **given)
 
 
 @command.command()
@@ -240,10 +257,10 @@ def discard(config: Path | None, as_json: bool, **given: Any) -> None:
 
     Named by their events, or chosen by filters. Ctrl-C and SIGTERM stop between two portions.
     """
-    _request(Action.DISCARD, load_settings(config), as_json=as_json, **given)
+    request(Action.DISCARD, load_settings(config), as_json=as_json, **given)
 
 
-def _request(
+def request(
     action: Action,
     settings: Settings,
     *,
@@ -256,10 +273,15 @@ def _request(
     dry_run: bool,
     author: Author,
     yes: bool = False,
+    of_consumers: bool = False,
     **filters: Any,
 ) -> None:
-    instead = "Name events, or choose by --route, --type, --tenant, --key or --older-than"
+    """Ask for something for the deliveries that are chosen, and print what became of it."""
+    by = "--consumer" if of_consumers else "--route"
+    instead = f"Name events, or choose by {by}, --type, --tenant, --key or --older-than"
     check_choice(event_ids, *filters.values(), everything=everything, instead=instead)
+    if of_consumers:
+        filters["consumer"] = filters["consumer"] or ANY_CONSUMER
     default = None if event_ids else Status.FAILED
     selection = Selection(action, Filter(Status(status) if status else default, **filters), event_ids)
     report = run(ask(settings, lambda it: _look(it, selection, limit)))
@@ -379,11 +401,12 @@ def edit(
 ) -> None:
     """Have another body sent in place of one that failed, as a new event that names the old one.
 
-    The old body is kept in the audit trail. --reason is required.
+    What waits for a consumer stays the event that it is. The old body is kept in the audit trail. --reason is required.
     """
     need_reason(author, "why the body is changed")
-    settings, new_id = load_settings(config), clock.new_id()
+    settings = load_settings(config)
     delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
+    new_id = delivery.event_id if delivery.direction is Direction.INBOUND else clock.new_id()
     new = _checked(body.read(), old, delivery, new_id)
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
     report |= {"bytes": len(new), "audit": None, "unserved": [], "dry_run": dry_run}
@@ -394,7 +417,8 @@ def edit(
         report |= {"audit": entry, "unserved": unserved}
     said = "the new body can be sent"
     if not dry_run:
-        said = f"asked for, to go on as event {new_id}, audit entry {report['audit']}"
+        goes_on = "" if new_id == delivery.event_id else f", to go on as event {new_id}"
+        said = f"asked for{goes_on}, audit entry {report['audit']}"
     emit(report, "\n".join([f"edit: {said}", *map(_waits, report["unserved"])]), as_json=as_json)
 
 
@@ -402,7 +426,9 @@ def _editable(connection: Connection, event_id: UUID, route: str | None) -> tupl
     """The one failed delivery that is meant."""
     found = _deliveries_of(connection, event_id)
     meant = [it for it in found if it.route is not None and route in (None, it.route)]
-    failed = [it for it in meant if it.status in ELIGIBLE[Action.EDIT]]
+    failed = [it for it in meant if it.status in ELIGIBLE[Action.EDIT] and not inspection.took_effect(connection, it)]
+    if not failed and any(inspection.took_effect(connection, it) for it in meant):
+        raise CommandError(f"event {event_id} was {operations.TOOK_EFFECT}: there is nothing to edit", Exit.PROBLEM)
     if not failed:
         states = ", ".join(f"{it.status} for {it.route!r}" for it in meant or found)
         raise CommandError(f"only a delivery that has failed can be edited; event {event_id} is {states}", Exit.PROBLEM)
@@ -421,7 +447,7 @@ def _edit(connection: Connection, delivery: Details, author: Author, **bodies: A
 
 def _checked(new: bytes, old: bytes, delivery: Details, event_id: UUID) -> bytes:
     """The body as it will be sent."""
-    if check_body(new, old, delivery.content_type or "", delivery.headers) is None:
+    if check_body(new, old, delivery.content_type or "", delivery.headers) is None or event_id == delivery.event_id:
         return new
     # There the identity is part of the body: with the old one, consumers would take it for a duplicate.
     return msgspec.json.encode(parse_object(new) | {"id": str(event_id)})

@@ -14,12 +14,10 @@ from sqlalchemy import Connection
 
 from ..app import Pillarbox
 from ..errors import StoreError
-from ..inbox import LetterFilter, LetterKind
-from ..projections.projection import Projection
+from ..projections.consumer import ProjectionConsumer
 from ..projections.rebuild import From, Progress, Rebuilt
 from ..stores import inbox as stored
 from ..stores.inbox import ConsumerRecord
-from ..stores.letters import SqlLetters
 from ..stores.trail import Author, note
 from .arguments import check_text, options, signed
 from .database import ask, load_settings, run
@@ -40,28 +38,20 @@ def command() -> None:
 def list_projections(config: Path | None, as_json: bool) -> None:
     """List the projections that were ever run on this database."""
     found = run(ask(load_settings(config), _projections))
-    emit({"projections": [_shown(record, held) for record, held in found]}, _listed(found), as_json=as_json)
+    emit({"projections": [_shown(record) for record in found]}, _listed(found), as_json=as_json)
 
 
-def _projections(connection: Connection) -> list[tuple[ConsumerRecord, int]]:
-    """Each with what it holds now: its process may have told it a while ago."""
-    waiting = SqlLetters().count(connection, LetterFilter(kinds=(LetterKind.HELD,)))
-    return [
-        (record, waiting.get((record.name, LetterKind.HELD), 0))
-        for record in stored.consumers(connection)
-        if record.kind == "projection"
-    ]
+def _projections(connection: Connection) -> list[ConsumerRecord]:
+    return [record for record in stored.consumers(connection) if record.kind == "projection"]
 
 
-def _shown(record: ConsumerRecord, held: int) -> dict[str, Any]:
+def _shown(record: ConsumerRecord) -> dict[str, Any]:
     return {
         "name": record.name,
-        "generation": abs(record.generation),
-        "swapping": record.generation < 0,
+        "generation": record.generation,
         "source": record.source,
         "topics": record.topics,
         "handled": record.handled,
-        "held": held,
         "lag": record.lag,
         "last_event_id": record.last_event_id,
         "last_occurred_at": record.last_occurred_at,
@@ -69,7 +59,7 @@ def _shown(record: ConsumerRecord, held: int) -> dict[str, Any]:
     }
 
 
-def _listed(found: list[tuple[ConsumerRecord, int]]) -> str:
+def _listed(found: list[ConsumerRecord]) -> str:
     rows = [
         (
             it.name,
@@ -77,12 +67,11 @@ def _listed(found: list[tuple[ConsumerRecord, int]]) -> str:
             it.seen_at,
             None if it.lag is None else age(it.lag),
             it.handled,
-            held,
-            f"{-it.generation}, swapping" if it.generation < 0 else it.generation,
+            it.generation,
         )
-        for it, held in found
+        for it in found
     ]
-    return table([("NAME", "SOURCE", "SEEN", "LAG", "HANDLED", "HELD", "GENERATION"), *rows]) if rows else "none"
+    return table([("NAME", "SOURCE", "SEEN", "LAG", "HANDLED", "GENERATION"), *rows]) if rows else "none"
 
 
 # -- writing anew ------------------------------------------------------------------------------------------------------
@@ -147,12 +136,12 @@ async def _rebuild(
 ) -> tuple[Rebuilt, int] | int:
     async with opened_box(reference) as box:
         consumer = box.consumers.get(name)
-        if consumer is None:
-            names = sorted(it.name for it in box.consumers.values() if isinstance(it.effects, Projection))
+        if not isinstance(consumer, ProjectionConsumer):
+            names = sorted(it.name for it in box.consumers.values() if isinstance(it, ProjectionConsumer))
             raise CommandError(f"this box has no projection {name!r}; it has: {', '.join(names) or 'none'}", Exit.USAGE)
         if dry_run:
             async with box.engine.connect() as connection:
-                known = {it.name: abs(it.generation) for it in await connection.run_sync(stored.consumers)}
+                known = {it.name: it.generation for it in await connection.run_sync(stored.consumers)}
             return known.get(name, 1) + 1
         said = {"from": past if isinstance(past, str) else [str(file) for file in past], "incomplete": incomplete}
         entry = await _note(box, author, name, {**said, "finished": False})
@@ -195,5 +184,5 @@ def _told(done: Rebuilt, entry: int) -> str:
     came = f"{number(done.events, 'event')} in {age(done.seconds)}"
     lines = [f"rebuild: {done.projection} has generation {done.generation}: {came}, audit entry {entry}"]
     if done.left_out:
-        lines.append(f"left out: {number(done.left_out, 'event')}; each has its letter")
+        lines.append(f"left out: {number(done.left_out, 'event')}; the log names each")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import StoreError
-from ..outbox import Status
+from ..outbox import OUTBOUND, TABLES, Status
 from ..settings import Settings
 from ..stores import archive as archives
 from ..stores import archive_file, days, retention
@@ -82,10 +82,14 @@ class _Survey:
     """Where the outbox has partitions, and they are what goes."""
 
 
-async def _surveyed(settings: Settings, older_than: float, route: str | None, *, by_days: bool = False) -> _Survey:
+async def _surveyed(
+    settings: Settings, older_than: float, route: str | None, *, tables: tuple[str, ...] = TABLES, by_days: bool = False
+) -> _Survey:
     async with changing(settings) as engine:
         async with engine.begin() as connection:
-            scope = await connection.run_sync(lambda it: retention.scope(it, older_than=older_than, route=route))
+            scope = await connection.run_sync(
+                lambda it: retention.scope(it, older_than=older_than, route=route, tables=tables)
+            )
             lanes = places = await connection.run_sync(retention.stretches, scope)
             whole = None
             if by_days:
@@ -264,7 +268,7 @@ def prune(
     report, code = _report("prune", found.count, dry_run=dry_run), Exit.FINE
     if not dry_run:
         if found.count:
-            confirm(f"delete {number(found.count, 'delivery')} of the outbox for ever", yes=yes)
+            confirm(f"delete {number(found.count, 'delivery')} for ever", yes=yes)
         target = f"older than {older_than:g} s" + ("" if route is None else f", route {route}")
         order = _Order(author, "prune", target, **limits)
         done, code = run(_prune(settings, found, order, ahead=ahead, patience=patience))
@@ -292,7 +296,7 @@ def _delete_page(
     connection: Connection, place: Stretch, after: Position, *, work: _Run, scope: Scope
 ) -> tuple[Page, int]:
     page = retention.page(connection, scope, place, after, work.chunk)
-    gone = retention.remove(connection, page.keys)
+    gone = retention.remove(connection, page.keys, place.table)
     if gone:
         work.audit = work.note(connection, gone)
     return page, gone
@@ -331,7 +335,7 @@ def archive(
         run(ask(settings, partial(archives.archive_table, name=to.removeprefix(_TABLE))))
     mine = run(_unfinished(settings, to if path is None else str(path)))
     begun = None if path is None else run(_begun(path, mine))
-    found = run(_surveyed(settings, older_than, route))
+    found = run(_surveyed(settings, older_than, route, tables=(OUTBOUND,)))
     selected = found.count if begun is None else begun.count
     if path is not None and selected and not path.parent.is_dir():
         raise CommandError(f"{path.parent} is no folder", Exit.PROBLEM)

@@ -111,7 +111,7 @@ def _steps(delivery: Details) -> Iterator[Step]:
 
 def _asked(connection: Connection, delivery: Details, trail: dict[int, AuditEntry]) -> Iterator[Step]:
     """Requests that wait; those that the trail tells of by name are there already."""
-    for request in inspection.open_requests(connection, [delivery.id]):
+    for request in inspection.open_requests(connection, delivery):
         if request.audit not in trail:
             what = f"{request.action} asked for by {request.who}"
             yield Step(request.at, delivery.event_id, delivery.route, what, f"audit entry {request.audit}")
@@ -121,6 +121,7 @@ def _asked(connection: Connection, delivery: Details, trail: dict[int, AuditEntr
 def _done(entry: AuditEntry, event_id: UUID) -> Step:
     what = f"{entry.action} asked for by {entry.who}"
     new = entry.details.get("new_event_id")
+    new = None if new == str(entry.event_id) else new
     known = (entry.reason, new and f"goes on as {new}", f"audit entry {entry.id}")
     route = entry.details.get("route")
     return Step(entry.at, entry.event_id or event_id, route, what, "; ".join(filter(None, known)))

@@ -18,7 +18,7 @@ import click
 from sqlalchemy import Connection
 
 from .. import clock
-from ..outbox import BUS, RouteRecord, Status
+from ..outbox import BUS, INBOX_DESTINATION, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import BUG, HANDLER_BUG, STUMBLED
 from ..stores import inspection, overview
@@ -88,6 +88,8 @@ def _cause(connection: Connection, delivery: Details) -> Cause:
     if delivery.status is Status.DISCARDED:
         runs = inspection.discarded_by(connection, delivery)
         return Cause("discarded", " or ".join(_did(it, "discarded") for it in runs) or "the trail does not say by whom")
+    if inspection.took_effect(connection, delivery):
+        return Cause("took-effect", "its consumer has dealt with it, and its lane settles it when it comes to it")
     case = _case(connection, delivery)
     if case is None:
         return Cause(
@@ -143,11 +145,15 @@ class _Case:
 
 
 def _needs(destination: str, topic: str) -> str:
+    if destination == INBOX_DESTINATION:
+        return f"the consumer {topic!r}"
     return f"the handler {topic!r}" if destination == BUS else f"the destination {destination!r}"
 
 
 def start_a_relay(destination: str, topic: str) -> str:
     """What to do about a route that nobody serves. Handlers are in a module of the user's, which we do not know."""
+    if destination == INBOX_DESTINATION:
+        return f"start the consumer: `pillarbox consume MODULE:BOX {quote(topic)}`"
     said = f"start a relay that has {_needs(destination, topic)}: `pillarbox relay"
     if destination != BUS:
         return f"{said}`"
@@ -167,7 +173,7 @@ def _case(connection: Connection, delivery: Details) -> _Case | None:
         lane=lanes[0],
         tenant=tenants[0] if tenants else None,
         serving=[it.name for it in overview.live_relays(connection) if it.serves(route.name, delivery.shard)],
-        asked=inspection.open_requests(connection, [delivery.id]),
+        asked=inspection.open_requests(connection, delivery),
         head=_head(connection, delivery, route),
         now=inspection.database_time(connection),
     )
@@ -191,7 +197,7 @@ def _behind_failed(case: _Case) -> Cause | None:
     head = case.head
     if head is None or head.status is not Status.FAILED or case.asked:
         return None
-    if inspection.open_requests(case.connection, [head.id]):
+    if inspection.open_requests(case.connection, head):
         return None
     return Cause("parked", f"waits behind event {head.event_id} of the same key, which is {_dead(head)}", _mend(head))
 

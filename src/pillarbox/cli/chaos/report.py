@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ...stores.tables import letters
+from ...stores.dead_letters import count_dead_letters
 from ..demo.ledger import Balance, Entry, compare
 from ..demo.sink import Arrival
 from ..demo.stage import percentile
@@ -54,9 +54,9 @@ def read_effects(connection: sa.Connection) -> dict[str, int]:
         "projection_differences": sa.select(sa.func.count())
         .select_from(things)
         .where(sa.func.coalesce(ThingRow.number, 0) != counters.c.number),
-        "letters": sa.select(sa.func.count()).select_from(letters),
     }
-    return {name: connection.scalar(statement) or 0 for name, statement in wrong.items()}
+    found = {name: connection.scalar(statement) or 0 for name, statement in wrong.items()}
+    return found | {"dead_letters": sum(count_dead_letters(connection).values())}
 
 
 class Verdict(msgspec.Struct):
