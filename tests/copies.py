@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pillarbox import clock, embedded
-from pillarbox.outbox import Batch, Delivery, Lane, Page, RouteRecord
+from pillarbox.outbox import INBOUND, OUTBOUND, Batch, Delivery, Lane, Page, RouteRecord
 from pillarbox.relay import Relay
 from pillarbox.retry import RetryPolicy
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
+from pillarbox.stores.tables import claims
 from pillarbox.transports.memory import MemoryTransport
 
 TOPIC = "copies.events"
@@ -32,10 +33,11 @@ class Outbox:
     """One lane in a database, and those who write and read it."""
 
     engine: AsyncEngine
+    table: str = OUTBOUND
 
     @property
     def store(self) -> LogStore:
-        return LogStore(self.engine)
+        return LogStore(self.engine, self.table)
 
     async def set_up(self) -> None:
         async with self.engine.begin() as connection:
@@ -46,10 +48,16 @@ class Outbox:
         """Commit each of them, or leave that to who brings the connection."""
         for event in events.split():
             if connection is not None:
-                await connection.run_sync(self.store.append, [delivery(event, tenant)])
+                await self._append(connection, delivery(event, tenant))
             else:
                 async with self.engine.begin() as own:
-                    await own.run_sync(self.store.append, [delivery(event, tenant)])
+                    await self._append(own, delivery(event, tenant))
+
+    async def _append(self, connection: AsyncConnection, row: Delivery) -> None:
+        await connection.run_sync(self.store.append, [row])
+        if self.table == INBOUND:
+            claim = {"consumer": 1, "line": 1, "inbox_id": row.event_id, "delivery": row.event_id, "gate": True}
+            await connection.execute(insert(claims).values(claim))
 
     async def take(self, lease: float = OVER_AT_ONCE) -> Lane:
         (lane,) = await self.store.take("owner", lease=lease, wanted={ROUTE.id: 1}, shards={ROUTE.id: [SHARD]})
@@ -86,7 +94,7 @@ class Outbox:
         return dict(
             await self.ask(
                 "SELECT convert_from(o.body, 'UTF8'), v.status FROM outbox_events v "
-                "JOIN pillarbox_outbox o USING (id) ORDER BY v.id"
+                f"JOIN {self.table} o ON (o.id, o.event_id) = (v.id, v.raised_event_id) ORDER BY v.id"
             )
         )
 
@@ -102,10 +110,10 @@ def delivery(event: str, tenant: str | None = None) -> Delivery:
 
 
 @asynccontextmanager
-async def outbox(url: str, **settings: Any) -> AsyncIterator[Outbox]:
+async def outbox(url: str, table: str = OUTBOUND, **settings: Any) -> AsyncIterator[Outbox]:
     engine = create_async_engine(url, **settings)
     try:
-        yield Outbox(engine)
+        yield Outbox(engine, table)
     finally:
         await engine.dispose()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, update
 
 from pillarbox.outbox import Status
 from pillarbox.stores.tables import failures, outbox
@@ -13,16 +13,24 @@ _IN_BOTH = ("route", "shard", "tenant", "key")
 
 
 def put(connection: Connection, /, *conditions: ColumnElement[bool], status: Status, **values: Any) -> None:
-    """These deliveries have come so far. What is neither fresh nor sent stands in the failure book, and a queue finds
+    """These deliveries have come so far."""
+    put_in(connection, outbox, *conditions, status=status, **values)
+
+
+def put_in(
+    connection: Connection, table: Table, /, *conditions: ColumnElement[bool], status: Status, **values: Any
+) -> None:
+    """The same for the rows of a table. What is neither fresh nor sent stands in the failure book, and a queue finds
     its rows by their status.
     """
-    rows = connection.execute(select(outbox.c.id, *map(outbox.c.get, _IN_BOTH)).where(*conditions)).all()
+    rows = connection.execute(select(table.c.id, *map(table.c.get, _IN_BOTH)).where(*conditions)).all()
     ids = [row.id for row in rows]
-    connection.execute(delete(failures).where(failures.c.row_id.in_(ids)))
+    of_them = failures.c.route.in_({row.route for row in rows}), failures.c.row_id.in_(ids)
+    connection.execute(delete(failures).where(*of_them))
     if status in (Status.PENDING, Status.SENT):
-        connection.execute(update(outbox).where(outbox.c.id.in_(ids)).values(status=status, **values))
+        connection.execute(update(table).where(table.c.id.in_(ids)).values(status=status, **values))
         return
     known = [{"row_id": row.id, **{name: getattr(row, name) for name in _IN_BOTH}} for row in rows]
     connection.execute(insert(failures).values(status=status, **values), known)
     if connection.dialect.name != "postgresql":
-        connection.execute(update(outbox).where(outbox.c.id.in_(ids)).values(status=status))
+        connection.execute(update(table).where(table.c.id.in_(ids)).values(status=status))

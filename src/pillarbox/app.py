@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet
 
+from msgspec import structs
 from sqlalchemy import Connection, Dialect, Engine, StaticPool
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -28,14 +29,27 @@ from .consumers.consumer import Consumer, Terms
 from .consumers.handling import Effects, Handlers
 from .consumers.home import OUTBOX
 from .consumers.intake import Flow
+from .consumers.spilling import work_of
 from .context import check_header, current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, StoreError
 from .event import EventType, registry
 from .gauges import Gauges
-from .inbox import Letter, LetterFilter, LetterKind, LetterState
-from .outbox import BUS, SHARDS, Delivery, NewRows, RouteRecord, Row
+from .inbox import DeadLetter
+from .outbox import (
+    BUS,
+    INBOUND,
+    INBOX_DESTINATION,
+    OUTBOUND,
+    SHARDS,
+    TABLES,
+    Delivery,
+    NewRows,
+    RouteRecord,
+    Row,
+)
+from .projections.consumer import ProjectionConsumer
 from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
@@ -43,9 +57,9 @@ from .retry import RetryPolicy
 from .route import Route, Router, check_key, check_routes, check_transports, topic_pattern
 from .stores import SqlStore, sqlite, store_on, streaming_on
 from .stores.apart import Apart, transaction
+from .stores.dead_letters import dead_letters
 from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
-from .stores.letters import SqlLetters
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
 from .telemetry import Observer, Signals
@@ -57,6 +71,7 @@ _Prepared = tuple[Dialect | None, tuple[RouteRecord, ...]]
 """The engine on which routes were registered, if they had to be, and the routes."""
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Found = TypeVar("_Found")
+_Consumer = TypeVar("_Consumer", bound=Consumer)
 _Maker = TypeVar("_Maker", bound="sessionmaker[Any] | async_sessionmaker[Any]")
 
 
@@ -65,6 +80,7 @@ logger = logging.getLogger("pillarbox")
 APART_SECONDS = 60.0
 """Timeout of internal transactions: a connection may be dead and not say so."""
 _NOT_STARTED = "the box is not started: use `async with box:`, or await box.start()"
+DEAD_LETTERS_AT_ONCE = 100
 PROJECTED_AT_ONCE = 500
 """Events of a projection that share a transaction, unless another number is said."""
 
@@ -122,7 +138,12 @@ class Pillarbox:
         self._row_security = row_security
         self.tenancy = Tenancy(tenancy, row_security=row_security)
         capabilities = {name: transport.capabilities for name, transport in self.transports.items()}
-        self.router = Router(routes, self.codecs.named, {**capabilities, BUS: Capabilities()}, shards or SHARDS)
+        self.router = Router(
+            routes,
+            self.codecs.named,
+            {**capabilities, BUS: Capabilities(), INBOX_DESTINATION: Capabilities()},
+            shards or SHARDS,
+        )
         self.handlers: dict[str, Handler] = {}
         self.doorbell = Doorbell()
         self._relay_engine: AsyncEngine | None = None
@@ -134,7 +155,6 @@ class Pillarbox:
         self.signals.watch(Gauges(lambda: self._engine, lambda: [*self._relays, *self.consumers.values()]))
         self._outbox = self.posts = _BoxOutbox(self)
         self._inbox = SqlInbox()
-        self._letters = SqlLetters()
         self.consumers: dict[str, Consumer] = {}
         """The consumers and projections of this box, by name."""
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
@@ -361,9 +381,10 @@ class Pillarbox:
         ``"outbox"``, for events of this box itself, without a broker. The name is that of the group and of the inbox:
         keep it for ever. ``batch`` messages share a transaction; if it fails they are tried one by one, so a handler
         may then be called again for an event, and its effects stay once. ``ignores`` are patterns of events that may
-        come and that are not known here; all other unknown ones become letters.
+        come and that are not known here; all other unknown ones become dead letters.
         """
         return self._consumer(
+            Consumer,
             name,
             Handlers(),
             source,
@@ -389,7 +410,7 @@ class Pillarbox:
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
         cache: Cache | None = None,
-    ) -> Consumer:
+    ) -> ProjectionConsumer:
         """A consumer whose effects are the rows of a projection; its name is that of the projection. A ``cache``, which
         a `ReadDao` has too, forgets rows that change, after the commit. The rest is as for `consumer`.
         """
@@ -398,6 +419,7 @@ class Pillarbox:
             raise ConfigurationError(f"projection takes a subclass of Projection, got {projection!r}")
         effects.cache = cache
         return self._consumer(
+            ProjectionConsumer,
             effects.name,
             effects,
             source,
@@ -408,6 +430,7 @@ class Pillarbox:
 
     def _consumer(
         self,
+        kind: Callable[..., _Consumer],
         name: str,
         effects: Effects,
         source: str | Subscriber,
@@ -415,7 +438,7 @@ class Pillarbox:
         *,
         flow: Flow,
         terms: Terms,
-    ) -> Consumer:
+    ) -> _Consumer:
         check_key("name", name, 200)
         if name in self.consumers:
             raise ConfigurationError(f"two consumers are called {name!r}: each has an inbox of its own, by its name")
@@ -431,7 +454,7 @@ class Pillarbox:
                 f"consumer {name!r}: {type(subscriber).__name__} takes no templates, as it has no check_topics (see "
                 f"pillarbox.transport.TakesTemplates), so name the topics of {templates[0]!r} one by one"
             )
-        consumer = self.consumers[name] = Consumer(
+        consumer = kind(
             name,
             self,
             effects,
@@ -439,10 +462,10 @@ class Pillarbox:
             subscriber=subscriber,
             topics=topics,
             inbox=self._inbox,
-            letters=self._letters,
             flow=flow,
             terms=terms,
         )
+        self.consumers[name] = consumer
         return consumer
 
     def _name_of(self, source: str | Subscriber) -> str:
@@ -464,27 +487,24 @@ class Pillarbox:
         return cast("Subscriber", found)
 
     async def dead_letters(
-        self,
-        *,
-        consumer: str | None = None,
-        tenant: str | None = None,
-        kinds: Sequence[LetterKind] = (),
-        states: Sequence[LetterState] = (LetterState.OPEN,),
-    ) -> AsyncIterator[Letter]:
-        """The letters of a consumer, or of all, from the oldest on: messages that it could not turn into effects. Where
-        a tenant is set, as in its requests, only that tenant's. Events that a projection holds are shown if their kind
-        is asked for.
+        self, *, consumer: str | None = None, tenant: str | None = None
+    ) -> AsyncIterator[DeadLetter]:
+        """The failed deliveries of a consumer, or of all, from the oldest on: messages that it could not turn into
+        effects. Where a tenant is set, as in its requests, only that tenant's.
         """
-        kinds = kinds or [kind for kind in LetterKind if kind is not LetterKind.HELD]
-        wanted = LetterFilter(consumer, tenant or current_context().tenant, tuple(kinds), tuple(states))
-        page: Sequence[Letter] = ()
-        while True:
-            async with self.engine.connect() as connection:
-                page = await connection.run_sync(self._letters.find, wanted, after=page[-1].id if page else 0)
-            for letter in page:
-                yield letter
-            if not page:
-                return
+        tenant = tenant or current_context().tenant
+        for table in TABLES:
+            page: Sequence[DeadLetter] = ()
+            while True:
+                after = page[-1].row if page else 0
+                async with self.engine.connect() as connection:
+                    page = await connection.run_sync(
+                        dead_letters, table, consumer, tenant, after=after, limit=DEAD_LETTERS_AT_ONCE
+                    )
+                for letter in page:
+                    yield structs.replace(letter, message=work_of(letter.message).message)
+                if len(page) < DEAD_LETTERS_AT_ONCE:
+                    break
 
     async def within(self, uow: UnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
         """Call a function of a connection, in the transaction of a unit of work."""
@@ -501,15 +521,17 @@ class Pillarbox:
         """Whether the database has one writer at a time."""
         return self.engine.dialect.name == "sqlite"
 
-    def relay_to(self, consumer: str, destination: Publisher, grace: float) -> Relay:
-        """A relay that serves nobody but a consumer of the outbox."""
+    def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:
+        """A relay for the lanes of a consumer: those of the outbox, or the inbound ones."""
         if isinstance(self.engine.pool, StaticPool):
             raise ConfigurationError(
                 f"consumer {consumer!r}: an in-memory SQLite has one connection, which relay and consumer would have "
                 "to share: use a file"
             )
         pacing = Pacing(grace=grace)
-        return self._relay({f"{BUS}:{consumer}": destination}, f"{consumer}@{relay_name()}", pacing=pacing)
+        served = f"{INBOX_DESTINATION if inbound else BUS}:{consumer}"
+        table = INBOUND if inbound else OUTBOUND
+        return self._relay({served: destination}, f"{consumer}@{relay_name()}", pacing=pacing, table=table)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -557,13 +579,14 @@ class Pillarbox:
         tenants: Collection[str] | None = None,
         source: Literal["cursor", "cdc"] = "cursor",
         slot: str | None = None,
+        table: str = OUTBOUND,
     ) -> Relay:
         self._check_started()
         if self._relay_engine is None:
             self._relay_engine = with_own_pool(self.engine)
             self._outbox.configure_transactions(self._relay_engine.sync_engine)
         pacing = pacing or Pacing()
-        store, feed = store_on(self._relay_engine), None
+        store, feed = store_on(self._relay_engine, table), None
         if source == "cdc":
             store, feed = streaming_on(self._relay_engine, name, slot, pacing.window_bytes, self.signals)
         elif source != "cursor" or slot is not None:
@@ -599,6 +622,7 @@ class Pillarbox:
     def _use(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._store = store_on(engine)
+        self.inbound = store_on(engine, INBOUND)
         self._outbox.configure_transactions(engine.sync_engine)
 
 

@@ -18,7 +18,6 @@
     │   ├── SessionSharedError          two tasks or threads in one session at the same time
     │   └── BulkStatementError          a bulk statement on aggregates, which raises no events
     ├── ConcurrencyError                somebody else changed the aggregate first
-    │   └── BeingSwappedError           a rebuild is just putting another table in the place of a projection's
     ├── NotFoundError                   (LookupError) a repository has no such entity
     ├── CommitOutcomeUnknown            COMMIT was sent and no answer came back
     ├── TenancyError                    a missing, second or foreign tenant
@@ -118,10 +117,6 @@ class ConcurrencyError(PillarboxError):
     """Somebody else changed the aggregate between our read and our write: load it again and redo."""
 
 
-class BeingSwappedError(ConcurrencyError):
-    """A rebuild is just putting another table in the place of a projection's: in a moment it goes on."""
-
-
 class NotFoundError(PillarboxError, LookupError):
     """No entity with this id, or none that this repository shows."""
 
@@ -148,7 +143,7 @@ class TenancyError(PillarboxError):
 
 class Reject(PillarboxError):  # noqa: N818  a handler's decision, not a mishap
     """Raised by a handler: what the event asks for cannot be done, and trying again would not help. What the handler
-    did is undone, the message is acknowledged, and a letter keeps it, with the reason.
+    did is undone, and the message is a dead letter with this reason; its key goes on.
     """
 
     def __init__(self, reason: str) -> None:
@@ -157,7 +152,7 @@ class Reject(PillarboxError):  # noqa: N818  a handler's decision, not a mishap
 
 
 class Poison(PillarboxError):  # noqa: N818  it says what the message is
-    """Raised by a handler: nobody can do anything with this message. It is parked as a letter, and goes to the
+    """Raised by a handler: no attempt with this message will ever succeed. It is a dead letter, and a copy goes to the
     dead-letter topic.
     """
 
@@ -184,16 +179,6 @@ class LaneHaltedError(StoreError):
 
 class BatchMismatchError(LaneHaltedError):
     """An announced batch could not be rebuilt: its count or hash differs. The lane halts."""
-
-
-class HoldFullError(StoreError):
-    """Too many events of a projection wait for their predecessors. Nothing was written: some of these must come."""
-
-
-class StaleLetterError(StoreError):
-    """A letter of a projection was redriven, and a row has seen later events. Nothing was written, and the letter stays
-    open: rebuild the projection.
-    """
 
 
 class EmbeddedServerError(StoreError):

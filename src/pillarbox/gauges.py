@@ -16,7 +16,6 @@ from sqlalchemy import Connection, StaticPool
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from . import clock, telemetry
-from .inbox import LetterFilter, LetterKind
 from .redaction import redacted
 from .telemetry import Sample
 
@@ -49,7 +48,7 @@ class Gauges:
         self._questions = [
             Question("which lanes nobody holds", _unowned),
             Question("what is kept for replication slots", _slots),
-            Question("which letters are open", _letters),
+            Question("how many dead letters there are", _dead_letters),
             Question("how much is pending", _backlog),
         ]
 
@@ -123,16 +122,11 @@ def _unowned(connection: Connection) -> list[Sample]:
     return [Sample(telemetry.LANES_UNOWNED, (route,), lanes) for route, lanes in unowned_lanes(connection).items()]
 
 
-def _letters(connection: Connection) -> list[Sample]:
-    from .stores.letters import SqlLetters  # noqa: PLC0415  as above
+def _dead_letters(connection: Connection) -> list[Sample]:
+    from .stores.dead_letters import count_dead_letters  # noqa: PLC0415  as above
 
-    open_letters = SqlLetters().count(connection, LetterFilter())
-    held = [Sample(telemetry.HELD, (it[0],), count) for it, count in open_letters.items() if it[1] is LetterKind.HELD]
-    return held + [
-        Sample(telemetry.LETTERS_OPEN, (consumer, kind.value), count)
-        for (consumer, kind), count in open_letters.items()
-        if kind is not LetterKind.HELD
-    ]
+    counts = count_dead_letters(connection)
+    return [Sample(telemetry.DEAD_LETTERS, (consumer,), count) for consumer, count in counts.items()]
 
 
 def _slots(connection: Connection) -> list[Sample]:

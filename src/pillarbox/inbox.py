@@ -1,17 +1,21 @@
-"""The inbox port: which messages a consumer has dealt with, and the letters about those that it could not.
+"""The inbox port: which messages a consumer has handled, and which of them it has put aside.
 
 Before this: a subscription has received a message. After it: its effect is in the database, once. The row of the inbox
 is the first thing that a transaction writes, and the effect the second, so one is there if and only if the other is.
 Whoever brings the same message at the same time waits for that transaction, and goes by its outcome.
+
+A message that cannot take effect now is *spilled*: its row of the inbox, a claim, and a delivery to an inbound lane are
+one transaction. The effect's own transaction deletes the claim. As long as a line has a claim that gates it, its later
+messages are spilled behind it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 import msgspec
@@ -35,170 +39,79 @@ class Admission(StrEnum):
     NEW = "new"
     """Never seen: its row is written now, and stands if this transaction commits."""
     DUPLICATE = "duplicate"
-    """Dealt with before."""
-    OTHER_VERSION = "other version"
-    """Its event was dealt with before, in another version of its schema."""
+    """Handled or spilled before, perhaps in another version of its schema."""
     ALTERED = "altered"
     """Its id and schema version were seen before, with another body."""
 
 
-class LetterKind(StrEnum):
-    """Why a message has become a letter."""
+class Admitted(NamedTuple):
+    """What the inbox says of some arrivals."""
 
-    REJECTED = "rejected"
-    """A handler has said `Reject`: what the event asks for cannot be done."""
-    POISON = "poison"
-    """No handler can bear it."""
-    UNKNOWN = "unknown"
-    """It cannot be read: no type is registered for its name or version, or its content does not fit."""
-    ALTERED = "altered"
-    """See `Admission.ALTERED`: never given to a handler."""
-    HELD = "held"
-    """It came before its predecessors, and waits for them. The projection itself ends that."""
+    admissions: Sequence[Admission]
+    gated: Collection[int] = ()
+    """Those of their lines in which an earlier message waits."""
 
 
-UNDECIDING = (LetterKind.ALTERED, LetterKind.HELD)
-"""What becomes of such a letter decides nothing about the event of its name, which has come, or comes, by itself."""
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """The right of a spilled message to take effect, once."""
+
+    line: int
+    """The hash of its line, or of its tenant if it has none."""
+    inbox_id: UUID
+    """By which the inbox knows the message."""
 
 
-class LetterState(StrEnum):
-    """What has become of a letter."""
+class Spill(NamedTuple):
+    """A claim on its way into the database."""
 
-    OPEN = "open"
-    REDRIVEN = "redriven"
-    """Its effect is there."""
-    DISCARDED = "discarded"
-    SUPERSEDED = "superseded"
-    """Its event has come again, perhaps in another version, and was dealt with then."""
-
-
-class Redriven(StrEnum):
-    """What has become of a letter that was to be redriven. True if it has had its effect by that."""
-
-    DONE = "done"
-    SUPERSEDED = "superseded"
-    """See `LetterState.SUPERSEDED`: it is closed without a second effect."""
-    GONE = "gone"
-    """It is not open any more: somebody else was quicker."""
-
-    def __bool__(self) -> bool:
-        return self is Redriven.DONE
-
-
-class Letter(msgspec.Struct, frozen=True):
-    """A message that a consumer could not turn into an effect, whole, with the reason."""
-
-    consumer: str
-    kind: LetterKind
-    reason: str
-    message: Message
-    event_id: UUID | None
-    """None if it cannot be read."""
-    event_type: str
-    schema_version: int
-    tenant: str | None = None
-    id: int = 0
-    """Given by the store."""
-    state: LetterState = LetterState.OPEN
-    attempts: int = 1
-    """How often it was tried as a letter and before; each redrive adds one."""
-    edited: bytes | None = None
-    """The body that a person has put in the place of the original one."""
-    created_at: datetime | None = None
-    updated_at: datetime | None = None
-
-    @property
-    def body(self) -> bytes:
-        """What a redrive would use."""
-        return self.message.body if self.edited is None else self.edited
-
-    @property
-    def is_decision(self) -> bool:
-        """Whether it is closed, and a person has decided something else about its event than to do what that says."""
-        about_event = self.event_id is not None and self.kind not in UNDECIDING
-        changed = self.state is LetterState.DISCARDED or self.edited is not None
-        return about_event and changed and self.state is not LetterState.OPEN
-
-
-class LetterFilter(msgspec.Struct, frozen=True):
-    """Which letters; what is None does not matter."""
-
-    consumer: str | None = None
-    tenant: str | None = None
-    kinds: tuple[LetterKind, ...] = ()
-    """All of them, if none is named."""
-    states: tuple[LetterState, ...] = (LetterState.OPEN,)
-    event_type: str | None = None
-    event_id: UUID | None = None
-    topic: str | None = None
-    key: str | None = None
-    ids: tuple[int, ...] | None = None
+    claim: Claim
+    delivery: UUID
+    """The event id of its row in the inbound lane."""
+    gate: bool
+    """Whether later messages of its line wait for it."""
+    refused: str | None = None
+    """Why it fails as soon as its lane comes to it; None: it is to be tried."""
 
 
 class Inbox(Protocol):
-    """What each consumer has dealt with. The key of a row is (consumer, tenant, event id).
+    """What each consumer has handled. The key of a row is (consumer, tenant, event id).
 
-    Every method works in the transaction of ``connection``, which the caller commits.
+    Every method works in the transaction of ``connection``, which the caller commits. Claims go by the number of the
+    consumer itself, whatever the generation of its projection.
     """
 
     def admit(
-        self, connection: Any, consumer: int, tenant: str | None, arrivals: Sequence[Arrival]
-    ) -> Sequence[Admission]:
+        self,
+        connection: Any,
+        consumer: int,
+        tenant: str | None,
+        arrivals: Sequence[Arrival],
+        *,
+        claims: int = 0,
+        lines: Collection[int] = (),
+    ) -> Admitted:
         """Write the rows of all that are new, and say of each what it is, in their order. Waits for transactions that
-        are just writing the same rows. The second of two arrivals with one id is never new.
+        are just writing the same rows. The second of two arrivals with one id is never new. Of these ``lines``, say
+        which are gated for the consumer that ``claims`` names.
         """
         ...
 
-    def forget(self, connection: Any, consumer: int, tenant: str | None, arrival: Arrival) -> bool:
-        """Let the event be new again, if it is this arrival that was admitted, and no other with its id; whether it
-        was.
+    def spill(self, connection: Any, claims: int, tenant: str | None, spills: Sequence[Spill]) -> None:
+        """Write claims, beside rows of the inbox that this transaction has written."""
+        ...
+
+    def redeem(self, connection: Any, claims: int, claim: Claim) -> tuple[bool, str | None]:
+        """Delete a claim, so that its message takes effect in this transaction. Whether it was there, and why its
+        message was refused. Does not wait: if another transaction has locked it, the database's error says so.
         """
+        ...
+
+    def has_claims(self, connection: Any, claims: int) -> bool:
+        """Whether anything is spilled."""
         ...
 
     def prune(self, connection: Any, consumer: int, older_than: timedelta, limit: int) -> int:
-        """Delete up to ``limit`` rows that were written longer ago than that; how many they were."""
-        ...
-
-
-class Letters(Protocol):
-    """The letters of all consumers. Every method works in the transaction of ``connection``."""
-
-    def write(self, connection: Any, letters: Sequence[Letter]) -> Sequence[int]:
-        """Store new letters; their ids come back."""
-        ...
-
-    def find(self, connection: Any, wanted: LetterFilter, *, after: int = 0, limit: int = 100) -> Sequence[Letter]:
-        """Letters in the order of their ids, from behind ``after``."""
-        ...
-
-    def count(self, connection: Any, wanted: LetterFilter) -> Mapping[tuple[str, LetterKind], int]:
-        """How many there are, by consumer and kind."""
-        ...
-
-    def take(self, connection: Any, letter_id: int) -> Letter | None:
-        """Lock an open letter until the end of the transaction. None if it is not open any more, which is decided
-        after having waited for whoever had locked it.
-        """
-        ...
-
-    def close(self, connection: Any, letter_id: int, state: LetterState) -> bool:
-        """It is open no longer; false if it was not any more, and then nothing is changed."""
-        ...
-
-    def failed(self, connection: Any, letter_id: int, kind: LetterKind, reason: str) -> bool:
-        """Tried once more, without success; false if it is not open."""
-        ...
-
-    def edit(self, connection: Any, letter_id: int, body: bytes) -> bool:
-        """Let a redrive use another body; the original is kept. False if it is not open."""
-        ...
-
-    def prune(
-        self, connection: Any, consumer: str, older_than: timedelta, limit: int, *, keep_decisions: bool = False
-    ) -> int:
-        """Delete up to ``limit`` letters that were closed longer ago than that; how many they were. Those that are a
-        `Letter.is_decision` may be kept.
-        """
+        """Delete up to ``limit`` rows that were written longer ago than that and have no claim; how many they were."""
         ...
 
 
@@ -210,3 +123,26 @@ def consumer_id(name: str, generation: int = 1) -> int:
 def digest_of(body: bytes) -> bytes:
     """Two bodies with the same digest are the same."""
     return hashlib.blake2b(body, digest_size=16).digest()
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """A message that a consumer could not turn into an effect: a failed delivery of one of its lanes, or of the outbox
+    to it.
+    """
+
+    consumer: str
+    reason: str
+    message: Message
+    """As it was received, or as an operator has edited it."""
+    event_type: str
+    tenant: str | None
+    attempts: int
+    created_at: datetime
+    """When it came into the lane."""
+    row: int
+    """Of the lane's table."""
+
+    @property
+    def event_id(self) -> str | None:
+        """Which event it is, if a header names one."""
+        return self.message.headers.get("event_id")

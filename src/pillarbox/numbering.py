@@ -53,7 +53,7 @@ class Numbering:
 
     def message(self, lane: Lane, number: int, row: Row) -> Message:
         """A row of the announced batch, as it is sent."""
-        return Message(row.topic, row.key, row.body, row.headers, number, self._partition(lane, row))
+        return Message(row.topic, row.key, row.body, row.headers, number, self._partition(lane, row), row.attempts)
 
     def opened(self, lasts: Mapping[str, int]) -> None:
         """What the destination says while nothing is on its way is what it has stored: we may be new here, or it may

@@ -86,7 +86,8 @@ def make_plan(
     stopped: set[Key] = set()
 
     def decide(row: Row) -> None:
-        message = Message(row.topic, row.key, row.body, row.headers, lane.next_number + len(plan.items))
+        number = lane.next_number + len(plan.items)
+        message = Message(row.topic, row.key, row.body, row.headers, number, "", row.attempts)
         refusal = preflight(message)
         if refusal is None:
             plan.items.append(row)

@@ -431,10 +431,7 @@ class Sender:
             if index in stored:
                 continue
             if (rejection := rejected.get(index)) is not None:
-                later = rejection.retry_after is not None
-                failures.append(
-                    self._postponed(row, rejection) if later else self._rejected(row, rejection.reason, number, places)
-                )
+                failures.append(self._failure_by(rejection, row, number, places))
                 if stops_key(failures[-1], self._leased.lane):
                     stopped.add(row.order_key)
             elif passed and index < asked and index not in passed:
@@ -450,9 +447,19 @@ class Sender:
         await self._leased.amend(failures, parked=parked)
         return left
 
-    def _rejected(self, row: Row, reason: str, number: int, accepted: Accepted = ()) -> Failure:
+    def _failure_by(self, rejection: Rejection, row: Row, number: int, accepted: Accepted) -> Failure:
+        if rejection.retry_after is not None:
+            return self._postponed(row, rejection)
+        if rejection.final:
+            self._breaker.close()
+            failure = Failure(row.id, row.attempts + 1, redacted(rejection.reason) or NO_REASON, None)
+            self.tell(row, failure, number)
+            return failure
+        return self._rejected(row, rejection.reason, number, accepted, alone=rejection.alone)
+
+    def _rejected(self, row: Row, reason: str, number: int, accepted: Accepted = (), *, alone: bool = False) -> Failure:
         reason = redacted(reason) or NO_REASON
-        attempts = self._rejections.rejected(self._leased.lane, row, reason, accepted)
+        attempts = None if alone else self._rejections.rejected(self._leased.lane, row, reason, accepted)
         if attempts is not None:
             self._report.refused_like_all()
             return Failure(row.id, attempts, reason, PROBES.cap)  # others are tried before it again

@@ -260,8 +260,12 @@ HANDLING = Metric(
 DUPLICATES = Metric(
     "inbox_duplicate_total", "counter", "messages", "Messages that came again after their effect.", _CONSUMER
 )
-LETTERS = Metric(
-    "dlq_letter_total", "counter", "letters", "Messages that have become letters, by kind.", (*_CONSUMER, "kind")
+SPILLED = Metric(
+    "consumer_spilled_total",
+    "counter",
+    "messages",
+    "Messages that went on by an inbound lane, because they failed or waited behind others.",
+    _CONSUMER,
 )
 STALE = Metric(
     "projection_stale_total",
@@ -280,9 +284,8 @@ VERSION_LAG = Metric(
     "How far the events that came last were ahead of their rows, at most: above 1, some are missing.",
     _CONSUMER,
 )
-HELD = Metric("projection_held_count", "gauge", "events", "Events that wait for their predecessors.", _CONSUMER)
-LETTERS_OPEN = Metric(
-    "dlq_message_count", "gauge", "letters", "Letters in the database that nobody has dealt with.", (*_CONSUMER, "kind")
+DEAD_LETTERS = Metric(
+    "dlq_message_count", "gauge", "messages", "Failed deliveries of consumers, which wait for a person.", _CONSUMER
 )
 UNDELIVERED = Metric(
     "subscription_num_undelivered_messages",
@@ -313,8 +316,8 @@ METRICS = (
     *(LEASE_LOST, LANES_HELD, LANES_STOPPED, CYCLE_AGE),
     *(PENDING, OLDEST, FAILED, LANES_UNOWNED),
     *(STREAM_ROWS, STREAM_LOST, STREAMS_DOWN, STREAM_BUFFER, SLOT_LAG, SLOT_BUDGET),
-    *(HANDLED, HANDLING_FAILED, HANDLING_LATENCY, HANDLING, DUPLICATES, LETTERS),
-    *(STALE, GAPS, VERSION_LAG, HELD, LETTERS_OPEN, UNDELIVERED, OLDEST_UNACKED, STANDSTILL),
+    *(HANDLED, HANDLING_FAILED, HANDLING_LATENCY, HANDLING, DUPLICATES, SPILLED),
+    *(STALE, GAPS, VERSION_LAG, DEAD_LETTERS, UNDELIVERED, OLDEST_UNACKED, STANDSTILL),
 )
 
 # -- spans -------------------------------------------------------------------------------------------------------------
@@ -467,19 +470,6 @@ LOG_HANDLING_FAILED = LogEvent(
     "for each class, type of error and tenant; `times` counts since the last one.",
     (*_INCOMING, "failure", "reason", "times"),
 )
-LOG_STUCK = LogEvent(
-    "consumer.stuck",
-    "error",
-    "A message has failed for longer than the consumer's patience, and its key waits. Once per message.",
-    (*_INCOMING, "attempts", "reason"),
-)
-LOG_LETTER = LogEvent(
-    "consumer.letter",
-    "error",
-    "A message has become a letter. Of the kind `rejected`, the level is info. One line a minute for each kind and "
-    "tenant; `times` counts since the last one.",
-    (*_INCOMING, "kind", "reason", "times"),
-)
 LOG_SOURCE_AWAY = LogEvent(
     "consumer.source_away", "warning", "The source cannot be subscribed to. Once per outage.", ("consumer", "reason")
 )
@@ -491,7 +481,7 @@ LOG_EVENTS = (
     *(LOG_TAKEN_OVER, LOG_LEASE_LOST, LOG_HALTED, LOG_STUMBLED, LOG_UNREACHABLE, LOG_REACHABLE),
     *(LOG_DETOUR, LOG_SLOW),
     *(LOG_STREAM_DOWN, LOG_STREAM_UP, LOG_SLOT_MADE, LOG_SLOT_LOST, LOG_SLOT_LAGS, LOG_SLOT_LEFT_BEHIND),
-    *(LOG_HANDLING_FAILED, LOG_STUCK, LOG_LETTER, LOG_SOURCE_AWAY, LOG_SOURCE_BACK),
+    *(LOG_HANDLING_FAILED, LOG_SOURCE_AWAY, LOG_SOURCE_BACK),
 )
 _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fields))
 

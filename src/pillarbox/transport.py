@@ -9,7 +9,7 @@ failure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +28,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """Where it stands in the order of its lane, for transports that deduplicate by it. Rises, with gaps."""
     place: str = ""
     """The partition of the topic that it goes to, where a topic has partitions that are numbered by themselves."""
+    attempts: int = 0
+    """How often its destination has rejected it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class Rejection:
     """Seconds after which it may be offered again, and its key waits. Then nothing is wrong with it: no attempt is
     counted, and nothing is held against the destination.
     """
+    final: bool = False
+    """No attempt will ever succeed: the delivery fails at once. Nothing is held against the destination."""
+    alone: bool = False
+    """An attempt is counted, however many others are rejected: nothing is held against the destination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +252,31 @@ class Redelivers(Protocol):
 
     async def redelivery(self, topics: Sequence[str]) -> float | None:
         """The longest of these topics, in seconds; infinite without a limit, None if it is not known."""
+        ...
+
+
+class History(Protocol):
+    """The messages that a broker has kept, for one reader."""
+
+    def pages(self) -> AsyncGenerator[Sequence[Message], None]:
+        """Those that earlier calls did not bring, up to the positions that their topics have when it is called. In
+        order per key.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Stop reading. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class Rereads(Protocol):
+    """A subscriber whose broker lets messages be read without a group, however often."""
+
+    async def reread(self, topics: Sequence[str]) -> History:
+        """Read these topics from their first message on. Nothing of that is left at the broker, even if the process
+        dies. A `ConnectionError` says why the broker does not let us in.
+        """
         ...
 
 

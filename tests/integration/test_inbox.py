@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import NotMigratedError, StoreError
-from pillarbox.inbox import Admission, Arrival, LetterFilter, LetterKind, LetterState, digest_of
+from pillarbox.inbox import Admission, Arrival, digest_of
 from pillarbox.stores import sqlite
 from pillarbox.stores.inbox import (
     _PRUNE,
@@ -26,9 +26,8 @@ from pillarbox.stores.inbox import (
     report_position,
     set_generation,
 )
-from pillarbox.stores.letters import SqlLetters
 from pillarbox.stores.migrations import migrate
-from pillarbox.testing.conformance.inbox import letter, still_waiting
+from pillarbox.testing.conformance.inbox import arrival, spill
 from tests.conftest import FreshDatabase
 from tests.servers import Database
 
@@ -71,7 +70,7 @@ class TestConsumers:
         assert await register(engine, "Bücher", "orders", "päyments") == 1
         before = await only(engine)
         assert (before.name, before.kind, before.source) == ("Bücher", "handlers", "broker")
-        assert (before.topics, before.generation, before.handled, before.held) == (("orders", "päyments"), 1, 0, 0)
+        assert (before.topics, before.generation, before.handled) == (("orders", "päyments"), 1, 0)
         assert (before.last_event_id, before.last_occurred_at, before.lag, before.seen_at) == (None, None, None, None)
         assert await register(engine, "Bücher", "orders", "päyments") == 1
         assert await only(engine) == before
@@ -94,16 +93,16 @@ class TestConsumers:
         await register(engine)
         event_id, moment = uuid4(), datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
         last = {"last_event_id": event_id, "last_occurred_at": moment}
-        await call(engine, report_position, "Bücher", handled=3, lag=0.25, held=2, **last)
+        await call(engine, report_position, "Bücher", handled=3, lag=0.25, **last)
         found = await only(engine)
         assert (found.handled, found.last_event_id, found.last_occurred_at) == (3, event_id, moment)
-        assert (found.lag, found.held) == (0.25, 2)
+        assert found.lag == 0.25
         assert found.seen_at is not None
         nothing = {"last_event_id": None, "last_occurred_at": None}
-        await call(engine, report_position, "Bücher", handled=4, lag=None, held=0, **nothing)
+        await call(engine, report_position, "Bücher", handled=4, lag=None, **nothing)
         found = await only(engine)
         assert (found.handled, found.last_event_id, found.last_occurred_at) == (7, event_id, moment)
-        assert (found.lag, found.held) == (None, 0)
+        assert found.lag is None
 
     async def test_a_new_generation_is_kept_by_those_who_register_later(self, engine: AsyncEngine) -> None:
         await register(engine)
@@ -139,7 +138,7 @@ class TestAdmission:
                 assert len(seen) == 1
             async with engine.begin() as connection:
                 seen.clear()
-                answers = await connection.run_sync(SqlInbox().admit, 1, "acme", [*batch, *arrivals(1)])
+                answers, _ = await connection.run_sync(SqlInbox().admit, 1, "acme", [*batch, *arrivals(1)])
                 assert (answers[:-1], answers[-1]) == ([Admission.DUPLICATE] * count, Admission.NEW)
                 assert len(seen) <= 3
 
@@ -154,17 +153,18 @@ class TestAdmission:
             migrate(connection)
             known, new = arrivals(3), arrivals(2)
             for batch in (known[:1], known[1:]):
-                assert SqlInbox().admit(connection, 1, None, batch) == [Admission.NEW] * len(batch)
-            assert SqlInbox().admit(connection, 1, None, known[:1]) == [Admission.DUPLICATE]
+                assert SqlInbox().admit(connection, 1, None, batch).admissions == [Admission.NEW] * len(batch)
+            assert SqlInbox().admit(connection, 1, None, known[:1]).admissions == [Admission.DUPLICATE]
             changed = Arrival(known[0].event_id, 1, digest_of(b"other"))
-            assert SqlInbox().admit(connection, 1, None, [changed, *new, known[1]]) == [
+            assert SqlInbox().admit(connection, 1, None, [changed, *new, known[1]]).admissions == [
                 *(Admission.ALTERED, Admission.NEW, Admission.NEW, Admission.DUPLICATE)
             ]
             assert SqlInbox().prune(connection, 1, timedelta(days=1), 10) == 0
-            [number] = SqlLetters().write(connection, [letter()])
-            found = SqlLetters().take(connection, number)
-            assert found is not None
-            assert (found.body, found.message.key) == (bytes(range(256)), "Käy ")
+            spilled = spill(arrival(), line=7, refused="Käy ")
+            SqlInbox().spill(connection, 1, None, [spilled])
+            assert [*SqlInbox().admit(connection, 1, None, arrivals(1), claims=1, lines=[6, 7]).gated] == [7]
+            assert SqlInbox().redeem(connection, 1, spilled.claim) == (True, "Käy ")
+            assert SqlInbox().redeem(connection, 1, spilled.claim) == (False, None)
         engine.dispose()
 
     async def test_h78_a_snapshot_that_is_older_than_the_row_lets_nothing_through(
@@ -188,7 +188,7 @@ class TestAdmission:
         async with engine.begin() as connection:
             await connection.run_sync(consumers)
             await call(engine, SqlInbox().admit, 1, None, known)
-            answers = await connection.run_sync(SqlInbox().admit, 1, None, [*known, *new])
+            answers, _ = await connection.run_sync(SqlInbox().admit, 1, None, [*known, *new])
             assert answers == [Admission.DUPLICATE] * 2 + [Admission.NEW] * 2
         await engine.dispose()
 
@@ -208,7 +208,7 @@ class TestAdmission:
 
         with engine.begin() as connection:
             event.listen(connection, "before_cursor_execute", prune)
-            answers = SqlInbox().admit(connection, 1, None, [*known, *new])
+            answers, _ = SqlInbox().admit(connection, 1, None, [*known, *new])
         assert answers == [Admission.DUPLICATE, Admission.NEW]
         engine.dispose()
 
@@ -251,46 +251,5 @@ class TestPlans:
 _MANY = """
 INSERT INTO pillarbox_inbox (consumer, tenant, event_id, schema_version, digest, at)
 SELECT 1, 'acme', gen_random_uuid(), 1, decode(md5(CAST(n AS text)), 'hex'), now() - n * interval '1 minute'
-FROM generate_series(1, 20000) AS n
-"""
-
-
-class TestLetters:
-    async def test_h89_a_letter_is_locked_by_transactions_of_sqlite_as_they_come(
-        self, sqlite_database: Database
-    ) -> None:
-        """By those of the standard driver, too, which begin with the first write."""
-        engine = create_async_engine(sqlite_database.url())
-        await call(engine, migrate)
-        [number] = await call(engine, SqlLetters().write, [letter()])
-        async with engine.begin() as connection:
-            assert await connection.run_sync(SqlLetters().take, number) is not None
-            second = asyncio.ensure_future(call(engine, SqlLetters().take, number))
-            await still_waiting(second)
-            assert await connection.run_sync(SqlLetters().close, number, LetterState.DISCARDED)
-        assert await asyncio.wait_for(second, 20) is None
-        await engine.dispose()
-
-    async def test_the_held_letters_of_a_key_are_found_by_an_index(self, postgres_database: Database) -> None:
-        engine = create_async_engine(postgres_database.url())
-        await call(engine, migrate)
-        wanted = LetterFilter(consumer="billing", tenant="acme", key="k", kinds=(LetterKind.HELD,))
-        seen: list[tuple[str, Any]] = []
-        async with engine.begin() as connection:
-            await connection.execute(text(_MANY_LETTERS))
-            await connection.execute(text("ANALYZE pillarbox_letters"))
-            event.listen(engine.sync_engine, "before_cursor_execute", lambda *given: seen.append(given[2:4]))
-            assert len(await connection.run_sync(SqlLetters().find, wanted)) == 1
-            statement, given = seen[-1]
-            plan = "\n".join((await connection.exec_driver_sql(f"EXPLAIN {statement}", given)).scalars())
-        assert "using ix_pillarbox_letters_key" in plan
-        await engine.dispose()
-
-
-_MANY_LETTERS = """
-INSERT INTO pillarbox_letters (consumer, kind, state, reason, tenant, event_type, schema_version, topic, key, headers,
-                               body, attempts)
-SELECT 'billing', 'held', CASE WHEN n % 10000 = 0 THEN 'open' ELSE 'redriven' END, '', 'acme', '', 1, 'orders',
-       CASE WHEN n = 10000 OR n % 2 = 1 THEN 'k' ELSE CAST(n AS text) END, '{}', '', 1
 FROM generate_series(1, 20000) AS n
 """

@@ -114,6 +114,7 @@ async def test_poison_is_on_the_dead_letter_topic(box: Pillarbox, pulsar: Pulsar
     await publish(box, "acme", 12, 13, 14)
     consumer, done = reading_meters(box, [f"{topic}-acme"], 2)
     await run_until(consumer, done)
+    await consumer.drain()
     dead = await PulsarSubscriber(pulsar.url).subscribe([f"{topic}-acme.dlq"], "undertaker")
     await box.relay().drain()
     async with asyncio.timeout(PATIENCE):

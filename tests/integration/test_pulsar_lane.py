@@ -19,10 +19,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Status
+from pillarbox.outbox import Direction, Status
 from pillarbox.stores import operations
 from pillarbox.stores.identity import renew
-from pillarbox.stores.inspection import Filter, unsent
+from pillarbox.stores.inspection import VIEWS, Filter
 from pillarbox.stores.operations import Action, Selection
 from pillarbox.stores.trail import Author
 from pillarbox.testing.link import Link
@@ -37,6 +37,7 @@ from tests.prove.ack_kill import Acknowledged, Where, compare, read_topic
 from tests.relays import soon
 from tests.servers import Database, Pulsar, Servers
 
+unsent = VIEWS[Direction.OUTBOUND].unsent
 LEASE = 1.0
 
 

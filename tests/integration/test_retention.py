@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
@@ -19,7 +20,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.errors import StoreError
-from pillarbox.outbox import Batch, Delivery, Lane, Status, stable_hash
+from pillarbox.outbox import (
+    INBOUND,
+    INBOX_DESTINATION,
+    OUTBOUND,
+    Batch,
+    Delivery,
+    Lane,
+    RouteRecord,
+    Status,
+    stable_hash,
+)
 from pillarbox.stores import archive, archive_file, inspection, operations, retention, sqlite, store_on
 from pillarbox.stores.append import Appender
 from pillarbox.stores.archive_file import Archived, Writer
@@ -27,6 +38,7 @@ from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
 from pillarbox.stores.trail import Author
+from pillarbox.testing.conformance.outbox import delivery
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import make_due
 from tests.relays import running
@@ -87,17 +99,22 @@ class Depot:
 
     async def pages(self, scope: Scope, limit: int = 2) -> AsyncIterator[Page]:
         for place in await self.ask(retention.stretches, scope):
-            page = Page((), ())
-            while page.after is not None:
-                page = await self.ask(retention.page, scope, place, page.after, limit)
+            async for page in self.pages_of(scope, place, limit):
                 yield page
+
+    async def pages_of(self, scope: Scope, place: retention.Stretch, limit: int = 2) -> AsyncIterator[Page]:
+        page = Page((), ())
+        while page.after is not None:
+            page = await self.ask(retention.page, scope, place, page.after, limit)
+            yield page
 
     async def prune(self, **given: Any) -> tuple[int, int]:
         """How many deliveries have gone, and how many lines of the journal."""
         scope, gone, lines = await self.scope(**given), 0, 0
         places = await self.ask(retention.stretches, scope)
-        async for page in self.pages(scope):
-            gone += await self.ask(retention.remove, page.keys)
+        for place in places:
+            async for page in self.pages_of(scope, place):
+                gone += await self.ask(retention.remove, page.keys, place.table)
         for place in places:
             after: Position | None = ()
             while after is not None:
@@ -211,6 +228,26 @@ class TestH62AgeAloneNeverDeletes:
         if depot.is_log:  # as if they had come back from an archive
             await depot.execute("UPDATE pillarbox_outbox SET status = 'SENT', sent_at = now()")
         assert (await depot.prune())[0] == 7
+
+
+async def test_what_consumers_have_dealt_with_goes_and_is_never_archived(depot: Depot) -> None:
+    store, route = store_on(depot.engine, INBOUND), RouteRecord("consumer:billing", INBOX_DESTINATION, "billing")
+    await depot.publish("a")
+    await depot.drain()
+    await depot.ask(store.register, [route])
+    await depot.ask(store.append, [delivery(key, route=route) for key in "bcd"])
+    (lane,) = await store.take("consumer", lease=60, wanted={route.id: 1}, shards={route.id: [0]})
+    page = await store.poll(lane, limit=2)
+    batch = Batch([row.id for row in page.fresh], cursor=page.cursor)
+    await store.settle(await store.announce(lane, batch, settle=False))
+    scope = await depot.ask(partial(retention.scope, older_than=AHEAD, tables=(OUTBOUND,)))
+    assert {place.table for place in await depot.ask(retention.stretches, scope)} == {OUTBOUND}
+    with pytest.raises(StoreError, match="are in pillarbox_inbound, not in pillarbox_outbox"):
+        await depot.ask(partial(retention.scope, older_than=AHEAD, route=route.name, tables=(OUTBOUND,)))
+    assert (await depot.prune(route=route.name))[0] == 2
+    assert await depot.rows() == [("a", Status.SENT), ("d", Status.PENDING)]
+    assert (await depot.prune())[0] == 1
+    assert await depot.rows() == [("d", Status.PENDING)]
 
 
 async def test_what_failed_and_came_to_its_end_goes(depot: Depot) -> None:

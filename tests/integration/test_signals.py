@@ -151,7 +151,7 @@ class TestBacklog:
         other = create_engine(postgres_database.url("psycopg"))
 
         def send_all(_connection: Any, _cursor: Any, statement: str, *_rest: object) -> None:
-            if "pillarbox_unsent" in statement:
+            if "_unsent" in statement:
                 with other.begin() as connection:
                     connection.execute(text("UPDATE pillarbox_lanes SET cursor = '1000 ' || pg_current_snapshot()"))
 

@@ -1,8 +1,8 @@
-"""The database of consumers is away while messages go on coming: none of them may become a letter, all take effect
-once, and consumers go on soon after the database is there again.
+"""The database of consumers is away while messages go on coming: none of them may become a dead letter, all take
+effect once, and consumers go on soon after the database is there again.
 
-The server is stopped as a crash would stop it, in the middle of everything. Consumers have little patience, so that
-an error of the outage which is not known for what it is would make letters.
+The server is stopped as a crash would stop it, in the middle of everything. Consumers try but once, so that
+an error of the outage which is not known for what it is would make dead letters.
 
     python -m tests.prove.consumer_outage --seconds 60 --seed 7
 """
@@ -30,18 +30,18 @@ import uvloop
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pillarbox import Message, Pillarbox
+from pillarbox import Message, Pillarbox, RetryPolicy
 from pillarbox.consumers.consumer import RETRY, Consumer
 from pillarbox.consumers.failure import Failure
 from pillarbox.embedded import EmbeddedPostgres
 from pillarbox.telemetry import HANDLING_FAILED, Labels, Metric, Observer
 from pillarbox.testing.link import Link
 from pillarbox.transports.memory import MemoryTransport
-from tests.prove.accounts import REPORTS, ROUTES, TOPIC, Entry, compare, consumers, set_up
+from tests.prove.accounts import REPORTS, ROUTES, TOPIC, Entry, compare, consumers, set_up, waiting
 
 ACCOUNTS = 200
 CUSTOMERS = 20
-IMPATIENT = 1.0
+ONCE = RetryPolicy(RETRY.base, RETRY.cap, attempts=1)
 SOON = RETRY.cap + 5.0
 """Seconds after which consumers must have gone on: none of them waits longer for its next attempt, and machines are
 busy.
@@ -133,7 +133,7 @@ async def prove(
     engine, broker, failures = create_async_engine(url), MemoryTransport(), Failures()
     async with Pillarbox(engine, transports={"broker": broker}, routes=ROUTES, signals=[failures]) as box:
         await set_up(box)
-        members = consumers(box, "broker", patience=IMPATIENT)
+        members = consumers(box, "broker", retry=ONCE)
         stream, over = Stream(broker, rate, seed), asyncio.Event()
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(member.run()) for member in members]
@@ -146,7 +146,7 @@ async def prove(
             resumed = await _seconds(going_on)
             over.set()
             await streaming
-            caught_up = resumed + await _seconds(group.create_task(_at_rest(members)))
+            caught_up = resumed + await _seconds(group.create_task(_at_rest(box, members)))
             for member in members:
                 member.stop()
             await asyncio.gather(*running)
@@ -184,11 +184,12 @@ async def _progress(members: list[Consumer]) -> None:
                 await asyncio.sleep(0.005)
 
 
-async def _at_rest(members: list[Consumer]) -> None:
-    """Wait until nothing is left for any of them."""
+async def _at_rest(box: Pillarbox, members: list[Consumer]) -> None:
+    """Wait until nothing is left for any of them, at the broker or in a lane."""
     left, deadline = -1, 0.0
     while left:
-        before, left = left, sum(member._intake.backlog() or 0 for member in members)
+        before, left = left, sum(intake.backlog() or 0 for member in members for intake in member._intakes)
+        left += await waiting(box)
         if left != before:
             deadline = time.monotonic() + GIVEN_UP
         assert time.monotonic() < deadline, f"{left} messages are left, and nothing happens"

@@ -24,7 +24,8 @@ from uuid import uuid4
 import sqlalchemy as sa
 
 from pillarbox import Pillarbox
-from pillarbox.stores.inspection import unsent
+from pillarbox.outbox import Direction
+from pillarbox.stores.inspection import VIEWS
 from pillarbox.stores.tables import lanes
 from pillarbox.testing.pulsar import PulsarCluster
 from pillarbox.transports.pulsar import PulsarTransport
@@ -34,6 +35,7 @@ from tests.servers import PulsarClusters, Servers
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+unsent = VIEWS[Direction.OUTBOUND].unsent
 KEYS = 200
 PER_TRANSACTION = 1_000
 RELAYS = 2

@@ -29,13 +29,15 @@ from uuid import uuid4
 import sqlalchemy as sa
 
 from pillarbox import Pillarbox
-from pillarbox.stores.inspection import unsent
+from pillarbox.outbox import Direction
+from pillarbox.stores.inspection import VIEWS
 from pillarbox.stores.tables import outbox
 from pillarbox.testing.link import Link
 from pillarbox.transports.pulsar import PulsarTransport
 from tests.prove.ack_kill import Acknowledged, Where, compare, open_box, read_topic, start_relay
 from tests.servers import Servers
 
+unsent = VIEWS[Direction.OUTBOUND].unsent
 KEYS = 50
 RATE = 200.0
 MOST_P50, MOST_P99 = 1.1, 1.5

@@ -29,7 +29,8 @@ from uuid import uuid4
 import sqlalchemy as sa
 
 from pillarbox import Pillarbox
-from pillarbox.stores.inspection import unsent
+from pillarbox.outbox import Direction
+from pillarbox.stores.inspection import VIEWS
 from pillarbox.stores.operations import Change, Handle, Tenant, apply
 from pillarbox.stores.trail import Author
 from pillarbox.transports.pulsar import PulsarTransport
@@ -37,6 +38,7 @@ from pillarbox.transports.pulsar.names import TopicName
 from tests.prove.ack_kill import Acknowledged, Tally, Where, numbers_on, official_client, open_box
 from tests.servers import Servers
 
+unsent = VIEWS[Direction.OUTBOUND].unsent
 EACH = 10
 LATER = 5
 KEYS = 3

@@ -63,6 +63,11 @@ def test_what_is_no_transport_is_refused(transport: Any, complaint: str) -> None
         Pillarbox("sqlite://", transports={"broker": transport})
 
 
+def test_the_side_of_consumers_is_no_transport() -> None:
+    with pytest.raises(ConfigurationError, match=r"transports\['inbound'\]: 'inbound' is the name of the consumers"):
+        Pillarbox("sqlite://", transports={"inbound": MemoryTransport()})
+
+
 def test_a_transport_may_pass_on_what_is_to_be_awaited() -> None:
     transport: Any = Delegating()
     assert Pillarbox("sqlite://", transports={"broker": transport}).transports == {"broker": transport}

@@ -813,6 +813,19 @@ class TestBugsOfTransports:
         assert all(later - earlier >= 10.0 for earlier, later in pairwise(offered))
 
     @in_virtual_time
+    async def test_rejections_that_stand_alone_count_however_many_there_are(self) -> None:
+        world = World(kind=MemoryLogStore)
+
+        async def reject(_producer: str, events: str) -> Outcome:
+            return Outcome((), [Rejection(index, "no", alone=True) for index in range(len(events.split()))])
+
+        world.broker.before = reject
+        world.write(" ".join(f"x{number}" for number in range(30)))
+        async with running(world.relay()):
+            await until(lambda: {world.status(event) for event in world.rows} == {Status.FAILED}, seconds=600)
+        assert {world.attempts(event) for event in world.rows} == {3}
+
+    @in_virtual_time
     async def test_h120_a_numbered_event_that_is_stored_before_the_bug_shows_stops_no_other(self) -> None:
         """What was pushed is asked for by the event before it."""
         world = World(kind=MemoryLogStore)

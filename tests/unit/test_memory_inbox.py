@@ -1,4 +1,4 @@
-"""The inbox and the letters without a database, against the same promises."""
+"""The inbox without a database, against the same promises."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ from typing import Any
 
 import pytest
 
-from pillarbox.inbox import Admission, LetterFilter
-from pillarbox.testing.conformance.inbox import (
-    CONSUMER,
-    InboxContract,
-    LettersContract,
-    Transaction,
-    World,
-    arrival,
-    letter,
-)
-from tests.memory.inbox import MemoryInbox, MemoryLetters, MemoryTransaction, RowLockedError
+from pillarbox.inbox import Admission
+from pillarbox.testing.conformance.inbox import CONSUMER, InboxContract, Transaction, World, arrival, spill
+from tests.memory.inbox import ClaimLockedError, MemoryInbox, MemoryTransaction, RowLockedError
 
 
 class MemoryWorld(World):
     def __init__(self) -> None:
         self.inbox: MemoryInbox = MemoryInbox()
-        self.letters: MemoryLetters = MemoryLetters()
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         return _transaction()
@@ -65,8 +56,8 @@ class TestMemoryInbox(InboxContract):
 
     def test_without_a_transaction_what_is_written_stays(self) -> None:
         inbox, one = MemoryInbox(), arrival()
-        assert inbox.admit(None, CONSUMER, None, [one]) == [Admission.NEW]
-        assert inbox.admit(None, CONSUMER, None, [one]) == [Admission.DUPLICATE]
+        assert inbox.admit(None, CONSUMER, None, [one]).admissions == [Admission.NEW]
+        assert inbox.admit(None, CONSUMER, None, [one]).admissions == [Admission.DUPLICATE]
 
     def test_whoever_has_to_wait_has_done_nothing_and_holds_nothing(self) -> None:
         inbox, free, taken = MemoryInbox(), arrival(), arrival()
@@ -75,20 +66,14 @@ class TestMemoryInbox(InboxContract):
         with pytest.raises(RowLockedError) as locked:
             second.attempt(inbox.admit, CONSUMER, None, [free, taken])
         assert locked.value.owner is first
-        assert inbox.admit(first, CONSUMER, None, [free]) == [Admission.NEW]
+        assert inbox.admit(first, CONSUMER, None, [free]).admissions == [Admission.NEW]
 
-
-class TestMemoryLetters(LettersContract):
-    @pytest.fixture
-    def world(self) -> World:
-        return MemoryWorld()
-
-    def test_others_see_what_is_committed(self) -> None:
-        letters, writer = MemoryLetters(), MemoryTransaction()
-        [old] = letters.write(None, [letter()])
-        letters.write(writer, [letter()])
-        letters.edit(writer, old, b"other")
-        assert [each.edited for each in letters.find(None, LetterFilter())] == [None]
-        assert [each.edited for each in letters.find(writer, LetterFilter())] == [b"other", None]
-        writer.commit()
-        assert [each.edited for each in letters.find(None, LetterFilter())] == [b"other", None]
+    def test_nobody_waits_for_a_claim_that_another_one_redeems(self) -> None:
+        inbox, spilled = MemoryInbox(), spill(arrival(), line=1)
+        first, second = MemoryTransaction(), MemoryTransaction()
+        inbox.spill(None, CONSUMER, None, [spilled])
+        assert inbox.redeem(first, CONSUMER, spilled.claim) == (True, None)
+        with pytest.raises(ClaimLockedError):
+            second.attempt(inbox.redeem, CONSUMER, spilled.claim)
+        first.rollback()
+        assert second.attempt(inbox.redeem, CONSUMER, spilled.claim) == (True, None)

@@ -459,15 +459,14 @@ class TestList:
     def test_s38_only_log_lines_of_single_deliveries_name_aggregates(self) -> None:
         """As the page promises."""
         assert {each.name for each in telemetry.LOG_EVENTS if "aggregate_id" in each.fields} == {
-            *("delivery.rejected", "delivery.dead"),
-            *("consumer.failed", "consumer.stuck", "consumer.letter"),
+            *("delivery.rejected", "delivery.dead", "consumer.failed"),
         }
         assert not [name for span in telemetry.SPANS for name in span.attributes if "aggregate" in name]
 
     def test_s38_no_label_can_be_without_bounds(self) -> None:
         assert {label for metric in METRICS for label in metric.labels} == {
             *("route", "destination", "verdict"),
-            *("consumer", "class", "kind"),
+            *("consumer", "class"),
             *("source", "reason", "slot"),  # a slot that is kept has a name of its own, the others share one
         }
 

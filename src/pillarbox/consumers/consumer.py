@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -24,37 +25,42 @@ from sqlalchemy import Connection
 from .. import clock, telemetry
 from ..codec import parse_moment
 from ..errors import ConfigurationError
-from ..inbox import Inbox, LetterFilter, LetterKind, Letters, Redriven, consumer_id
-from ..projections.projection import Projection
-from ..projections.rebuild import From, Rebuild, Rebuilt, Tell
+from ..inbox import Inbox, consumer_id
+from ..outbox import BUS, stable_hash
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
+from ..stores.operations import retry_now
 from ..telemetry import Sample
 from ..transport import Redelivers, Subscriber, spellings_of
 from .dead_letters import DeadLetterRoute
-from .desk import Work
 from .failure import Failure, classify
-from .from_outbox import OutboxIntake
 from .handling import Effects, Handlers
+from .hands import Hands
 from .home import OUTBOX, Home
 from .intake import Flow, Intake, SubscriptionIntake
+from .lanes import LaneDestination, LaneIntake
 from .processing import Processor
+from .progress import Progress
 from .reading import Reader
 from .report import ConsumerReport, Tally
+from .spilling import Spiller
+from .window import Work
 
 logger = logging.getLogger("pillarbox")
 
 HOUSEKEEPING = 5.0
 """Seconds between two notes of how far a consumer has come."""
 PRUNED_AT_ONCE = 5_000
+REGISTER_CAP = 1.0
+"""The longest wait between two tries of a consumer that starts before its database: it may be told to stop."""
 _TENANTS_NAMED = 20
 PRUNED_IN_A_ROW = 10
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
-RETRY = RetryPolicy(base=0.2, cap=5.0)
+RETRY = RetryPolicy(base=0.2, cap=30.0, attempts=12)
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,23 @@ class Terms:
     """How a consumer bears failures."""
 
     retry: RetryPolicy = RETRY
-    """How long a key waits after a failure. There is no last attempt."""
+    """How long a key waits after a failure. An error that nobody knows fails the delivery after its ``attempts``, while
+    those that the circumstances explain are retried without end."""
     timeout: float = 300.0
     """Seconds that a transaction may take, its handlers included: a connection may be dead and not say so."""
     patience: float = 300.0
-    """Seconds after which an error that nobody knows makes a letter, and any other an alarm."""
+    """Seconds after which a tenant of which messages wait and none takes effect makes the consumer unhealthy."""
     retention: timedelta = timedelta(days=30)
-    """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again. Closed
-    letters are kept as long; those of a projection that were discarded or edited, for ever.
-    """
+    """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again."""
     ignores: Sequence[str] = ()
     """Patterns of events that may come, and that nobody here knows or wants."""
 
 
 class Consumer:
-    """Made by ``box.consumer()`` and ``box.projection()``."""
+    """Made by ``box.consumer()``."""
+
+    kind = "handlers"
+    """What it has: ``handlers``, or a ``projection``."""
 
     def __init__(
         self,
@@ -88,7 +96,6 @@ class Consumer:
         subscriber: Subscriber | None,
         topics: Sequence[str],
         inbox: Inbox,
-        letters: Letters,
         flow: Flow,
         terms: Terms,
     ) -> None:
@@ -99,41 +106,27 @@ class Consumer:
         self._home = home
         self._subscriber = subscriber
         self._inbox = inbox
-        self._letters = letters
         self.terms = terms
         self._report = ConsumerReport(name, home.signals)
         self._reader = Reader(name, effects, home.codecs, terms.ignores, spellings_of(topics, subscriber))
+        self._progress = Progress(terms.patience)
+        self._flow = flow
+        self._hands = Hands(flow.concurrency)
+        self._spiller = None if subscriber is None else Spiller(name, home, inbox, self.identify, terms.retry)
+        self._dead_letters = DeadLetterRoute.of(name, source, home)
         self._processor = Processor(
             name,
             home,
             effects,
             reader=self._reader,
             inbox=inbox,
-            letters=letters,
             report=self._report,
+            progress=self._progress,
             identify=self.identify,
-            retry=terms.retry,
             timeout=terms.timeout,
-            patience=terms.patience,
-            dead_letters=DeadLetterRoute.of(name, source, home),
+            spiller=self._spiller,
         )
-        self._intake: Intake
-        if subscriber is None:
-            self._intake = OutboxIntake(self._processor, flow, lambda it: home.relay_to(name, it, flow.grace))
-        else:
-            self._intake = SubscriptionIntake(
-                subscriber,
-                topics,
-                name,
-                deals=self._processor,
-                report=self._report,
-                flow=flow,
-                retry=terms.retry,
-                takes_turns=lambda: home.takes_turns,
-            )
-        if isinstance(effects, Projection):
-            effects.letters = letters
-            effects.read = self._reader.read_held
+        self._intakes = self._make_intakes(self._processor, subscriber, terms.retry)
         self._running = False
         self._stopping = False
         self._finished = asyncio.Event()
@@ -141,10 +134,35 @@ class Consumer:
         self._told = Tally()
         self._subscribe()
 
-    @property
-    def kind(self) -> str:
-        """What it has: ``handlers``, or a ``projection``."""
-        return "handlers" if isinstance(self.effects, Handlers) else "projection"
+    def _make_intakes(self, processor: Processor, subscriber: Subscriber | None, retry: RetryPolicy) -> list[Intake]:
+        destination = LaneDestination(
+            processor,
+            progress=self._progress,
+            hands=self._hands,
+            batch=self._flow.batch,
+            retry=retry,
+            dead_letters=self._dead_letters,
+        )
+        inbound = self._spiller is not None
+        relay = partial(self._home.relay_to, self.name, grace=self._flow.grace, inbound=inbound)
+        route = f"consumer:{self.name}" if inbound else f"{BUS}:{self.name}"
+        make_due = partial(self._home.apart, retry_now, stable_hash(route))
+        intakes: list[Intake] = [LaneIntake(destination, relay, make_due)]
+        if subscriber is not None and self._spiller is not None:
+            received = SubscriptionIntake(
+                subscriber,
+                self.topics,
+                self.name,
+                processor=processor,
+                spiller=self._spiller,
+                progress=self._progress,
+                hands=self._hands,
+                report=self._report,
+                flow=self._flow,
+                retry=retry,
+            )
+            intakes.insert(0, received)
+        return intakes
 
     def on(self, *kinds: type) -> Callable[[_Handler], _Handler]:
         """Decorator: call this function for events of these types. It may ask, by annotation, for the event, a
@@ -176,7 +194,7 @@ class Consumer:
             keeping = asyncio.create_task(self._keep_house())
             try:
                 if not self._stopping:
-                    await self._intake.run()
+                    await self._run_intakes()
             finally:
                 keeping.cancel()
                 await asyncio.wait([keeping])
@@ -184,13 +202,23 @@ class Consumer:
         finally:
             self._end()
 
+    async def _run_intakes(self) -> None:
+        """Until all have come to their end. If one fails, so do the others."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for intake in self._intakes:
+                    tasks.create_task(intake.run())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
     def stop(self) -> None:
         """Receive nothing more, finish what is being dealt with, and let `run` return. May be called from a signal
         handler.
         """
         if self._running:
             self._stopping = True
-            self._intake.stop()
+            for intake in self._intakes:
+                intake.stop()
 
     async def finished(self) -> None:
         """Wait until `run` has returned, or is about to."""
@@ -202,48 +230,29 @@ class Consumer:
         """
         self._begin()
         before = replace(self._report.tally)
+        self._progress.holds = False
         try:
             await self.register()
-            await self._intake.drain(idle)
+            while await self._drain_each(idle) and self._spiller is not None and not self._stopping:
+                pass  # what one has settled may be what another waits for
             await self._note()
         finally:
+            self._progress.holds = True
             self._end()
         return _difference(self._report.tally, before)
 
-    async def redrive(self, letter_id: int) -> Redriven:
-        """Give a letter of this consumer to the handlers once more. See `Processor.redrive`."""
-        redriven = await self._processor.redrive(letter_id)
-        if redriven and not self._running:  # else it is noted with all the rest
-            await self._note_redrive()
-        return redriven
+    async def _drain_each(self, idle: float) -> bool:
+        """Whether anything was settled."""
+        [*received, lanes] = self._intakes
+        settled = [await intake.drain(idle) for intake in received]
+        if self._spiller is None or await self._has_lanes_to_drain(self._spiller):
+            settled.append(await lanes.drain(idle))
+        return any(settled)
 
-    async def rebuild(
-        self, source: From = "outbox", *, incomplete: bool = False, progress: Tell | None = None
-    ) -> Rebuilt:
-        """Write the table of a projection anew, from the events in the outbox, at the broker, or in these archives and
-        then in the outbox, and put it in the place of the old one. It may run meanwhile, here and elsewhere.
-
-        Refused if the old one has had events that are not found there, unless it may be ``incomplete``. ``progress`` is
-        told how far it has come, and may be async.
-        """
-        if not isinstance(self.effects, Projection):
-            raise ConfigurationError(
-                f"{self.name} has handlers, and what they do is not done again: only projections can be rebuilt"
-            )
-        await self.register()
-        rebuild = Rebuild(
-            self.name,
-            self._home,
-            self.effects,
-            source=self.source,
-            topics=self.topics,
-            ignores=self.terms.ignores,
-            subscriber=self._subscriber,
-            inbox=self._inbox,
-            letters=self._letters,
-            progress=progress,
-        )
-        return await rebuild.run(source, incomplete=incomplete)
+    async def _has_lanes_to_drain(self, spiller: Spiller) -> bool:
+        if await self._home.apart(self._inbox.has_claims, spiller.claims):
+            return True
+        return bool(await self._home.inbound.ready([spiller.route.id]))
 
     async def redelivery(self) -> float | None:
         """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
@@ -261,10 +270,13 @@ class Consumer:
         """Whether it runs, its source is available, and every tenant with waiting messages makes progress: something of
         it was dealt with within the consumer's patience.
         """
-        return self._running and self._intake.connected and not self._standstill()
+        return self._running and all(it.connected for it in self._intakes) and not self._standstill()
 
     def _standstill(self) -> dict[str | None, float]:
-        return self._processor.standstill(self._intake.at_hand())
+        return self._progress.standstill({work.tenant for work in self._at_hand()})
+
+    def _at_hand(self) -> list[Work]:
+        return [work for intake in self._intakes for work in intake.at_hand()]
 
     def status(self) -> dict[str, Any]:
         """What it does, for health checks: ``standstill`` names the tenants without progress, "" being none. Holds no
@@ -274,10 +286,10 @@ class Consumer:
         return {
             "consumer": self.name,
             "healthy": self.healthy,
-            "at_hand": len(self._intake.at_hand()),
+            "at_hand": len(self._at_hand()),
             "handled": tally.handled,
             "duplicates": tally.duplicates,
-            "letters": tally.letters,
+            "spilled": tally.spilled,
             "lag": self._lag(),
             "standstill": sorted(tenant or "" for tenant in self._standstill())[:_TENANTS_NAMED],
         }
@@ -286,7 +298,7 @@ class Consumer:
         """What gauges show of it while it runs."""
         if not self._running:
             return
-        labels, backlog, at_hand = (self.name,), self._intake.backlog(), self._intake.at_hand()
+        labels, backlog, at_hand = (self.name,), self._intakes[0].backlog(), self._at_hand()
         yield Sample(telemetry.UNDELIVERED, labels, len(at_hand) if backlog is None else backlog)
         yield Sample(telemetry.OLDEST_UNACKED, labels, self._lag(at_hand))
         yield Sample(telemetry.STANDSTILL, labels, len(self._standstill()))
@@ -297,6 +309,8 @@ class Consumer:
             raise ConfigurationError(f"consumer {self.name} runs already")
         if not self.effects.kinds:
             raise ConfigurationError(f"consumer {self.name} has no handler: register one with @{self.name}.on(...)")
+        if self._home.takes_turns:  # only now the database is known for sure
+            self._hands.concurrency = 1
         self._running = True
         self._stopping = False
         self._finished.clear()
@@ -309,13 +323,9 @@ class Consumer:
     # -- its place in the database -------------------------------------------------------------------------------------
 
     def identify(self, connection: Connection) -> int:
-        """Our number in the inbox: the first thing that a transaction of ours asks for. That of a projection depends on
-        its generation, which stays as it is as long as this transaction does.
-        """
+        """Our number in the inbox: the first thing that a transaction of ours asks for."""
         stored.read_committed(connection)
-        if self.kind == "handlers":
-            return consumer_id(self.name)
-        return consumer_id(self.name, stored.hold_generation(connection, self.name))
+        return consumer_id(self.name)
 
     async def register(self) -> None:
         """Let people see that there is such a consumer."""
@@ -336,7 +346,7 @@ class Consumer:
                 attempt += 1
                 if attempt == 1:
                     self._report.away(redacted(f"{type(error).__name__}: {error}"))
-                await asyncio.sleep(self.terms.retry.delay(attempt))
+                await asyncio.sleep(min(self.terms.retry.delay(attempt), REGISTER_CAP))
 
     async def _keep_house(self) -> None:
         while True:
@@ -348,7 +358,6 @@ class Consumer:
         """Write down how far we have come, and let the inbox forget what it need not know."""
         tally, position = replace(self._report.tally), self._report.position
         try:
-            held = await self._home.apart(self._letters.count, LetterFilter(self.name, kinds=(LetterKind.HELD,)))
             await self._home.apart(
                 stored.report_position,
                 self.name,
@@ -356,7 +365,6 @@ class Consumer:
                 last_event_id=position.event_id,
                 last_occurred_at=position.occurred_at,
                 lag=self._lag(),
-                held=sum(held.values()),
             )
             self._told = tally  # whatever becomes of the rest, it is not counted again
             for _ in range(PRUNED_IN_A_ROW):
@@ -365,25 +373,14 @@ class Consumer:
         except Exception as error:
             logger.debug("consumer %s: not all was noted: %s", self.name, redacted(str(error)))
 
-    async def _note_redrive(self) -> None:
-        """Count a letter that was redriven where the consumer itself does not run, and say nothing else about it."""
-        self._told.handled += 1
-        try:
-            await self._home.apart(stored.count_handled, self.name, 1)
-        except Exception as error:  # the letter has taken effect all the same
-            logger.debug("consumer %s: a redrive was not noted: %s", self.name, redacted(str(error)))
-
     def _prune(self, connection: Connection) -> int:
         number = self.identify(connection)
-        # What people have decided about events holds in every rebuild, however late.
-        keep = isinstance(self.effects, Projection)
-        self._letters.prune(connection, self.name, self.terms.retention, PRUNED_AT_ONCE, keep_decisions=keep)
         return self._inbox.prune(connection, number, self.terms.retention, PRUNED_AT_ONCE)
 
     def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
         """Seconds since the oldest event at hand occurred."""
         now = clock.now()
-        moments = [_occurred_at(work) for work in (self._intake.at_hand() if at_hand is None else at_hand)]
+        moments = [_occurred_at(work) for work in (self._at_hand() if at_hand is None else at_hand)]
         return max(((now - moment).total_seconds() for moment in moments if moment is not None), default=0.0)
 
 
@@ -397,6 +394,6 @@ def _difference(after: Tally, before: Tally) -> Tally:
     return Tally(
         after.handled - before.handled,
         after.duplicates - before.duplicates,
-        after.letters - before.letters,
+        after.spilled - before.spilled,
         after.failures - before.failures,
     )

@@ -1,25 +1,32 @@
-"""The dead-letter topic of a consumer, ``<topic>.dlq``: where other systems see what has become a letter.
+"""The dead-letter topic of a consumer, ``<topic>.dlq``: where other systems see which messages have failed.
 
-The letter in the database is what counts. The topic shows it: the message goes there by the outbox, in the transaction
-that writes the letter, so it is there if and only if the letter is, however long the broker is away.
+The failed delivery in the database is what counts, and the topic shows it: the message goes there by the outbox, so it
+is there however long the broker is away, and once, however often its lane comes to it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
+from uuid import NAMESPACE_OID, uuid5
 
-from .. import clock
-from ..inbox import Letter, LetterKind
-from ..outbox import Delivery, stable_hash
-from ..route import MAX_TOPIC, Route, Router
+from sqlalchemy import Connection
+
+from ..errors import DuplicateEventError
+from ..outbox import Delivery, count_rows, shard_of
+from ..route import MAX_TOPIC, Route
+from ..transport import Message
 from .home import OUTBOX, Home
+from .processing import Trouble
+from .spilling import is_storable_key, storable
+from .window import Work
 
 logger = logging.getLogger("pillarbox")
 
 SUFFIX = ".dlq"
 _ROUTE = "dlq:"
-_NOBODYS_EVENT = "pillarbox.letter"
+_NO_EVENT = "pillarbox.dead_letter"
 """The pattern of the route: no event is called so, and none goes this way by itself."""
 
 
@@ -31,60 +38,76 @@ def consumer_of(route: str) -> str | None:
 
 
 class DeadLetterRoute:
-    """Makes deliveries of letters."""
+    """Sends copies of messages that have failed."""
 
-    def __init__(self, route: Route, router: Router) -> None:
+    def __init__(self, consumer: str, route: Route, home: Home) -> None:
+        self._consumer = consumer
         self._route = route
-        self._router = router
+        self._home = home
         self._told = False
 
     @classmethod
     def of(cls, consumer: str, source: str, home: Home) -> DeadLetterRoute | None:
-        """None if there is no broker to send letters to."""
+        """None if there is no broker to send copies to."""
         if source == OUTBOX or not home.router.reaches(source):
             return None
-        route = Route(_NOBODYS_EVENT, to=source, topic=f"{consumer}{SUFFIX}", name=_ROUTE + consumer, on_failure="skip")
+        route = Route(_NO_EVENT, to=source, topic=f"{consumer}{SUFFIX}", name=_ROUTE + consumer, on_failure="skip")
         home.router.add(route)
-        return cls(route, home.router)
+        return cls(consumer, route, home)
 
-    def deliveries(self, letters: Sequence[Letter]) -> list[Delivery]:
-        """What a rejected event says is well known; the others go to the topic."""
-        shown = [letter for letter in letters if letter.kind is not LetterKind.REJECTED]
-        return [self._delivery(letter) for letter in shown if self._has_room(letter)]
+    async def copy(self, failed: Sequence[tuple[Work, Trouble]]) -> None:
+        """Send copies of these messages, each unless it was sent before."""
+        deliveries = [self._delivery(*each) for each in failed if self._has_room(each[0].message)]
+        if not deliveries:
+            return
+        try:
+            prepared = await self._home.apart(self._write, deliveries)
+        except DuplicateEventError:
+            if len(failed) > 1:
+                for each in failed:
+                    await self.copy([each])
+            return
+        self._home.posts.committed(count_rows(deliveries, {}), prepared)
 
-    def _has_room(self, letter: Letter) -> bool:
-        """Whether the outbox takes the name of the topic. If not, the letter is there all the same."""
-        size = len(letter.message.topic)
+    def _has_room(self, message: Message) -> bool:
+        """Whether the outbox takes the name of the topic. If not, the failed delivery is there all the same."""
+        size = len(message.topic)
         if size + len(SUFFIX) <= MAX_TOPIC:
             return True
         if not self._told:
             self._told = True
             logger.warning(
-                "consumer %s: a topic of %d characters leaves no room for %r in the %d that there may be: letters "
-                "about its messages are in the table alone",
-                *(letter.consumer, size, SUFFIX, MAX_TOPIC),
+                "consumer %s: a topic of %d characters leaves no room for %r in the %d that there may be: its "
+                "failed messages are in the database alone",
+                *(self._consumer, size, SUFFIX, MAX_TOPIC),
             )
         return False
 
-    def _delivery(self, letter: Letter) -> Delivery:
-        message = letter.message
-        key = message.key or str(letter.event_id or letter.consumer)
+    def _write(self, connection: Connection, deliveries: list[Delivery]) -> Any:
+        prepared = self._home.posts.prepare(connection)
+        self._home.posts.append(connection, deliveries)
+        return prepared
+
+    def _delivery(self, work: Work, trouble: Trouble) -> Delivery:
+        message = work.message
+        inbox_id = trouble.arrival.event_id if work.claim is None else work.claim.inbox_id
+        key = message.key if message.key and is_storable_key(message.key) else str(inbox_id)
         return Delivery(
-            event_id=clock.new_id(),  # the outbox may hold the event itself under its own id
-            event_type=letter.event_type or _NOBODYS_EVENT,
+            # The outbox may hold the event itself under its own id.
+            event_id=uuid5(NAMESPACE_OID, f"{self._route.name} {work.tenant} {inbox_id}"),
+            event_type=storable(message.headers.get("event_type", ""))[:200] or _NO_EVENT,
             route=self._route.id,
-            shard=stable_hash(key) % self._router.shards,
-            schema_version=letter.schema_version,
-            topic=message.topic + SUFFIX,
+            shard=shard_of(key, self._home.router.shards),
+            schema_version=1,
+            topic=storable(message.topic) + SUFFIX,
             key=key,
-            tenant=letter.tenant,
+            tenant=trouble.tenant,
             headers={
-                **message.headers,
-                "dlq_consumer": letter.consumer,
-                "dlq_kind": letter.kind.value,
-                "dlq_reason": letter.reason,
-                "dlq_topic": message.topic,
-                "dlq_attempts": str(letter.attempts),
+                **{storable(name): storable(value) for name, value in message.headers.items()},
+                "dlq_consumer": self._consumer,
+                "dlq_reason": trouble.reason,
+                "dlq_topic": storable(message.topic),
+                "dlq_attempts": str(message.attempts + 1),
             },
             body=message.body,
         )

@@ -2,7 +2,7 @@
 
 Taking the message's fault for that of the circumstances tries it for ever; the other way round, an outage fills the
 dead letters with healthy messages. So what is known stands in tables, and what is not known is `Failure.UNKNOWN`: tried
-again, for a limited time. Drivers and clients are known by name, and none of them is imported for it.
+again, so many times. Drivers and clients are known by name, and none of them is imported for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Failure(StrEnum):
     POISON = "poison"
     """The message's own fault: no attempt will ever succeed."""
     UNKNOWN = "unknown"
-    """Nobody can tell: treated as transient, for a limited time."""
+    """Nobody can tell: tried again as if it were transient, but attempts are counted."""
 
 
 # -- what is known -----------------------------------------------------------------------------------------------------
@@ -132,7 +132,6 @@ CLASSES: Mapping[str, Failure] = {
     "pillarbox.errors.ConcurrencyError": Failure.TRANSIENT,
     "pillarbox.errors.CommitOutcomeUnknown": Failure.TRANSIENT,
     "pillarbox.errors.LeaseLostError": Failure.TRANSIENT,
-    "pillarbox.errors.HoldFullError": Failure.TRANSIENT,  # others have to come first
     # Errors of the operating system, except those that are about one file, and what only looks like one.
     "builtins.OSError": Failure.TRANSIENT,
     "builtins.FileExistsError": Failure.UNKNOWN,

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..codecs import Codecs
-from ..outbox import Delivery, NewRows
+from ..outbox import Appends, Delivery, NewRows, OutboxStore
 from ..relay import Relay
 from ..route import Router
 from ..telemetry import Signals
@@ -36,6 +36,10 @@ class Posts(Protocol):
     def committed(self, rows: NewRows, prepared: Any) -> None:
         """It has committed."""
         ...
+
+
+class Inbound(Appends, OutboxStore, Protocol):
+    """The store of inbound lanes."""
 
 
 class Home(Protocol):
@@ -74,6 +78,11 @@ class Home(Protocol):
         """Call a function of a connection, in a transaction of its own, which is committed."""
         ...
 
-    def relay_to(self, consumer: str, destination: Publisher, grace: float) -> Relay:
-        """A relay that serves nobody but this consumer."""
+    @property
+    def inbound(self) -> Inbound:
+        """Where spilled messages are stored."""
+        ...
+
+    def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:
+        """A relay for the lanes of this consumer: those of the outbox, or the inbound ones."""
         ...

@@ -1,41 +1,52 @@
-"""How messages come to a consumer: from a subscription, with as much at hand as it can bear.
+"""How messages come to a consumer from a broker: into a window, from there to their effect, or into an inbound lane.
 
-One task receives, as long as there is room; others deal with what is on the desk, some batches at a time. What is dealt
-with is acknowledged; what rests after a failure stays here with its key. If the connection is lost, so is what waits:
-it comes again by the next one.
+One task receives, as long as there is room; others handle what is in the window, some batches at a time. What is
+settled is acknowledged. What fails is tried again in place, for a moment; what still fails then is spilled, and so is
+what waits too long for its turn while another tenant wants the room. Nothing stays here for long, so no tenant and no
+key stops another. If the connection is lost, so is what waits: it comes again by the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from .. import clock
 from ..redaction import redacted
 from ..retry import RetryPolicy
-from ..transport import Subscriber, Subscription
-from .desk import Desk, Line, Work
-from .processing import Dealt
+from ..transport import Received, Subscriber, Subscription
+from .failure import Failure, classify
+from .hands import Hands
+from .identity import KnownBy
+from .processing import Processed, Processor
+from .progress import Progress
 from .report import ConsumerReport
+from .spilling import Spilled, Spiller
+from .window import Line, Window, Work
 
 logger = logging.getLogger("pillarbox")
 
 STALLED = 4
 """A drain leaves a key that has failed so often in it."""
 CLOSE_SECONDS = 5.0
-
-
-class Deals(Protocol):
-    """Whoever deals with messages."""
-
-    async def deal(self, works: Sequence[Work]) -> Dealt:
-        """See `Processor.deal`."""
-        ...
+IN_PLACE = 3
+"""How often a message is tried before it is spilled."""
+IN_PLACE_SECONDS = 1.5
+"""The same, for one that takes long to fail."""
+IN_PLACE_CAP, GATE_PAUSE, AWAY_CAP = 0.5, 0.1, 5.0
+SPILLED_AT_ONCE = 500
+LONG_WAIT = 1.0
+"""Seconds after which what waits in a full window makes room for other tenants."""
+REDELIVERIES = 3
+"""A message that came so often without being settled may have killed its consumers: its lane tries and isolates it."""
+REFUSED_IN_A_ROW = 10_000
+"""So many messages that cannot be read, and no effect: something else than the messages may be wrong. More are received
+slowly only."""
 
 
 class Intake(Protocol):
@@ -45,17 +56,17 @@ class Intake(Protocol):
         """Let them come until `stop`, or until we are cancelled."""
         ...
 
-    async def drain(self, idle: float) -> None:
-        """Let come what is there now."""
+    async def drain(self, idle: float) -> bool:
+        """Let come what is there now; whether anything was settled."""
         ...
 
     def stop(self) -> None:
-        """Finish what is being dealt with, and let `run` return."""
+        """Finish what is being handled, and let `run` return."""
         ...
 
     @property
     def connected(self) -> bool:
-        """Whether the source is to be had."""
+        """Whether the source is available."""
         ...
 
     def backlog(self) -> int | None:
@@ -63,7 +74,7 @@ class Intake(Protocol):
         ...
 
     def at_hand(self) -> list[Work]:
-        """What was received and is not dealt with."""
+        """What was received and is not settled."""
         ...
 
 
@@ -74,7 +85,7 @@ class Flow:
     batch: int = 1
     """Messages per transaction."""
     concurrency: int = 8
-    """Transactions at a time."""
+    """Transactions at a time, those of its lanes included."""
     max_messages: int = 1_000
     """Messages at hand."""
     max_bytes: int = 16_777_216
@@ -111,28 +122,36 @@ class SubscriptionIntake:
         topics: Sequence[str],
         group: str,
         *,
-        deals: Deals,
+        processor: Processor,
+        spiller: Spiller,
+        progress: Progress,
+        hands: Hands,
         report: ConsumerReport,
         flow: Flow,
         retry: RetryPolicy,
-        takes_turns: Callable[[], bool] = lambda: False,
     ) -> None:
         self._subscriber = subscriber
         self._topics = [*topics]
         self._group = group
-        self._deals = deals
+        self._processor = processor
+        self._spiller = spiller
+        self._progress = progress
+        self._hands = hands
         self._report = report
         self._flow = flow
         self._retry = retry
-        self._takes_turns = takes_turns
-        self._desk = Desk()
+        self._window = Window()
         self._working: dict[asyncio.Task[None], Sequence[Work]] = {}
         self._subscription: Subscription | None = None
         self._stopping = False
         self._change = asyncio.Event()
+        hands.freed = self._change.set
         self._room = asyncio.Event()
         self._heard_at = 0.0
-        self._failures: Counter[Line] = Counter()
+        self._settled = 0
+        self._refused_in_a_row = 0
+        self._away_in_a_row = 0
+        self._making_room = False
 
     @property
     def connected(self) -> bool:
@@ -142,7 +161,7 @@ class SubscriptionIntake:
         return None if self._subscription is None else self._subscription.backlog()
 
     def at_hand(self) -> list[Work]:
-        return self._desk.waiting() + [work for works in [*self._working.values()] for work in works]
+        return self._window.waiting() + [work for works in [*self._working.values()] for work in works]
 
     def stop(self) -> None:
         self._stopping = True
@@ -150,25 +169,29 @@ class SubscriptionIntake:
 
     async def run(self) -> None:
         attempt = 0
-        self._stopping = False
-        while not self._stopping:
-            try:
-                subscription = await self._subscribe()
-                if subscription is None:
-                    return
-                if attempt:
-                    self._report.back()
-                attempt = 0
-                await self._serve(subscription)
-            except OSError as error:
-                attempt += 1
-                if attempt == 1:
-                    self._report.away(redacted(f"{type(error).__name__}: {error}"))
-                await self._pause(self._retry.delay(attempt))
+        try:
+            while not self._stopping:
+                try:
+                    subscription = await self._subscribe()
+                    if subscription is None:
+                        return
+                    if attempt:
+                        self._report.back()
+                    attempt = 0
+                    await self._serve(subscription)
+                except OSError as error:
+                    attempt += 1
+                    if attempt == 1:
+                        self._report.away(redacted(f"{type(error).__name__}: {error}"))
+                    await self._pause(self._retry.delay(attempt))
+        finally:
+            self._stopping = False
 
-    async def drain(self, idle: float) -> None:
+    async def drain(self, idle: float) -> bool:
         self._stopping = False
+        settled = self._settled
         await self._serve(await self._subscriber.subscribe(self._topics, self._group), idle)
+        return self._settled > settled
 
     async def _subscribe(self) -> Subscription | None:
         """Join the group. None if we are told to stop meanwhile: a broker may take long to answer."""
@@ -201,8 +224,7 @@ class SubscriptionIntake:
     # -- while there is a subscription ---------------------------------------------------------------------------------
 
     async def _serve(self, subscription: Subscription, idle: float | None = None) -> None:
-        self._subscription, self._desk = subscription, Desk()
-        self._failures.clear()  # of lines that went with their desk
+        self._subscription, self._window = subscription, Window()
         self._heard_at = clock.current().monotonic()
         try:
             with _running(self._receive(subscription)) as receiving, _running(self._extend(subscription)) as extending:
@@ -224,12 +246,19 @@ class SubscriptionIntake:
         try:
             while True:
                 self._room.clear()
-                messages = self._flow.max_messages - self._desk.count
-                size = self._flow.max_bytes - self._desk.bytes
-                if messages <= 0 or size <= 0:
-                    await self._room.wait()
+                room = self._flow.max_messages - self._window.count
+                size = self._flow.max_bytes - self._window.bytes
+                if room <= 0 or size <= 0:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LONG_WAIT):
+                            await self._room.wait()
+                    self._change.set()
                     continue
-                self._desk.put(await subscription.receive(messages, size))
+                if self._refused_in_a_row > REFUSED_IN_A_ROW:
+                    await asyncio.sleep(LONG_WAIT)
+                    room = min(room, 100)
+                received = await subscription.receive(room, size)
+                self._window.put([_work_of(each) for each in received])
                 self._heard_at = clock.current().monotonic()
                 self._change.set()
         finally:
@@ -243,7 +272,7 @@ class SubscriptionIntake:
                     await asyncio.get_running_loop().create_future()  # for ever
                 else:
                     await asyncio.sleep(subscription.deadline / 3)
-                    await subscription.extend([work.received for work in self.at_hand()])
+                    await subscription.extend(_received(self.at_hand()))
         finally:
             self._change.set()
 
@@ -251,41 +280,189 @@ class SubscriptionIntake:
         for task in [task for task in self._working if task.done()]:
             del self._working[task]
             task.result()  # an error here is ours, and no handler's
-        hands = 1 if self._takes_turns() else self._flow.concurrency
-        while len(self._working) < hands and (works := self._desk.take(self._flow.batch)):
-            task = asyncio.ensure_future(self._work(subscription, self._desk, works))
-            self._working[task] = works
-            task.add_done_callback(lambda _task: self._change.set())
+        self._make_room(subscription)
+        while free := [tenant for tenant in self._window.ready() if self._hands.is_free(tenant)]:
+            tenant = free[0]
+            if self._progress.is_held(tenant) and not self._progress.everything_fails:
+                works = self._window.take(tenant, max(SPILLED_AT_ONCE, self._flow.batch))
+            else:
+                works = self._window.take(tenant, self._flow.batch)
+            self._hands.begin(tenant)
+            task = self._begin(subscription, works, partial(self._handle, self._window, works))
+            task.add_done_callback(partial(self._free_hand, tenant))
 
-    async def _work(self, subscription: Subscription, desk: Desk, works: Sequence[Work]) -> None:
-        dealt = await self._deals.deal(works)
-        if dealt.settled:
+    def _free_hand(self, tenant: str | None, _task: object) -> None:
+        self._hands.end(tenant)
+
+    def _make_room(self, subscription: Subscription) -> None:
+        """If a tenant has more than half of a full window, and waits for its turn, the others need the room: its
+        messages go on by their lanes.
+        """
+        if not self._is_full or self._making_room or self._progress.everything_fails or not self._hands.is_shared:
+            return
+        [(tenant, count)] = self._window.tenants.most_common(1)
+        oldest = self._window.oldest(tenant)
+        if 2 * count <= self._window.count or oldest is None or clock.current().monotonic() - oldest.since < LONG_WAIT:
+            return
+        works = self._window.take(tenant, SPILLED_AT_ONCE)
+        self._making_room = True
+        self._begin(subscription, works, partial(self._spill_untried, works)).add_done_callback(self._made_room)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._window.count >= self._flow.max_messages or self._window.bytes >= self._flow.max_bytes
+
+    def _made_room(self, _task: object) -> None:
+        self._making_room = False
+
+    def _begin(
+        self, subscription: Subscription, works: list[Work], handle: Callable[[], Awaitable[_Left]]
+    ) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._work(subscription, self._window, works, handle))
+        self._working[task] = works
+        task.add_done_callback(lambda _task: self._change.set())
+        return task
+
+    async def _work(
+        self, subscription: Subscription, window: Window, works: list[Work], handle: Callable[[], Awaitable[_Left]]
+    ) -> None:
+        left = await handle()
+        remaining = set(map(id, left.works))
+        settled = [work for work in works if id(work) not in remaining]
+        if settled:
+            self._settled += len(settled)
             try:
-                await subscription.ack([work.received for work in dealt.settled])
+                await subscription.ack(_received(settled))
             except OSError as error:  # they come again, and the inbox knows them
                 logger.debug("consumer %s: not acknowledged: %s", self._group, error)
-        for work in dealt.settled:
-            self._failures.pop(work.line, None)
-        for line in desk.done(works, dealt.left):
-            if line in dealt.delays:
-                self._failures[line] += 1
-                asyncio.get_running_loop().call_later(dealt.delays[line], self._wake, desk, line)
+        for line in window.done(works, [work for work in works if id(work) in remaining]):
+            if wait := left.delays.get(line, 0.0):
+                asyncio.get_running_loop().call_later(wait, self._wake, window, line)
             else:  # it was not tried
-                self._wake(desk, line)
+                self._wake(window, line)
         self._room.set()
 
-    def _wake(self, desk: Desk, line: Line) -> None:
-        desk.wake(line)
+    def _wake(self, window: Window, line: Line) -> None:
+        window.wake(line)
         self._change.set()
+
+    # -- what becomes of messages --------------------------------------------------------------------------------------
+
+    async def _handle(self, window: Window, works: list[Work]) -> _Left:
+        """Let messages of one tenant take effect, or spill them. More of their lines may be added to them."""
+        tenant = works[0].tenant
+        if not self._progress.may_try(tenant):
+            if self._progress.everything_fails:
+                return self._rest(works, self._progress.rest_of(tenant))
+            return await self._spill_untried(works)
+        firsts = {work.line: work for work in reversed(works)}
+        if suspects := [work for work in firsts.values() if _is_suspect(work)]:
+            left = await self._spill_untried(suspects)
+            spilled = set(map(id, suspects)).difference(map(id, left.works))
+            return _Left([work for work in works if id(work) not in spilled], left.delays)
+        tried, untried = _up_to_suspects(works)
+        tried, untried = tried[: self._flow.batch], [*tried[self._flow.batch :], *untried]
+        processed = await self._processor.process(tried)
+        if any(trouble.known_by is KnownBy.CONTENT for _, trouble in processed.failed):
+            # Where one cannot be read there may be thousands, and a transaction for each of them takes long.
+            more = window.take(tenant, SPILLED_AT_ONCE)
+            works += more
+            troubles = [(work, self._processor.unreadable(work)) for work in more]
+            processed.failed += [(work, trouble) for work, trouble in troubles if trouble is not None]
+            processed.left += [work for work, trouble in troubles if trouble is None]
+        left = await self._see_to(processed)
+        left.works += untried
+        waiting = {work.line for work in left.works}
+        for line in dict.fromkeys(work.line for work in processed.behind):
+            if line not in waiting and (more := window.more_of(line, SPILLED_AT_ONCE)):  # all goes by the lane now
+                works += more
+                left.add(await self._spill_untried(more))
+        return left
+
+    async def _see_to(self, processed: Processed) -> _Left:
+        """What is to be tried again, after what is not was spilled."""
+        left = _Left()
+        if processed.settled or processed.failed:
+            self._away_in_a_row = 0
+        if processed.settled:
+            self._refused_in_a_row = 0
+        if processed.behind:
+            self._report.spilled(len(processed.behind))
+        spilled: list[tuple[Work, Spilled]] = []
+        for work, trouble in processed.failed:
+            if trouble.failure in (Failure.BUSINESS, Failure.POISON):
+                self._refused_in_a_row += trouble.failure is Failure.POISON
+                self._progress.settled(work.tenant)
+                spilled.append((work, trouble.spilled(work, refused=True)))
+                continue
+            work.tries += 1
+            if self._is_worth_another_try(work):
+                wait = max(min(self._retry.delay(work.tries), IN_PLACE_CAP), self._progress.rest_of(work.tenant))
+                left.add(_Left([work], {work.line: wait}))
+            else:
+                spilled.append((work, trouble.spilled(work)))
+        left.add(await self._spill(spilled))
+        if processed.away:
+            self._away_in_a_row += 1
+            left.add(self._rest(processed.left, min(self._retry.delay(self._away_in_a_row), AWAY_CAP)))
+        else:
+            left.add(_Left(processed.left, {work.line: GATE_PAUSE for work in processed.gated}))
+        return left
+
+    def _is_worth_another_try(self, work: Work) -> bool:
+        if self._progress.everything_fails:
+            return True
+        waited = clock.current().monotonic() - work.since
+        return work.tries < IN_PLACE and waited < IN_PLACE_SECONDS and not self._progress.is_held(work.tenant)
+
+    async def _spill_untried(self, works: Sequence[Work]) -> _Left:
+        return await self._spill([(work, found) for work in works if (found := self._processor.untried(work))])
+
+    async def _spill(self, spilled: Sequence[tuple[Work, Spilled]]) -> _Left:
+        """What could not be spilled comes back."""
+        by_tenant: dict[str | None, list[tuple[Work, Spilled]]] = {}
+        for work, each in spilled:
+            by_tenant.setdefault(each.tenant, []).append((work, each))
+        left = _Left()
+        for theirs in by_tenant.values():
+            left.add(await self._spill_together(theirs))
+        return left
+
+    async def _spill_together(self, spilled: Sequence[tuple[Work, Spilled]]) -> _Left:
+        try:
+            self._report.spilled(await self._spiller.spill([each for _, each in spilled]))
+        except Exception as error:
+            left = _Left()
+            if len(spilled) > 1 and classify(error) is not Failure.TRANSIENT:  # one of them cannot be stored
+                for one in spilled:
+                    if one[0].line in left.delays:  # it must not pass one of its line
+                        left.add(self._rest([one[0]], AWAY_CAP))
+                    else:
+                        left.add(await self._spill_together([one]))
+                return left
+            reason = redacted(f"{type(error).__name__}: {error}")
+            self._report.not_spilled(len(spilled), reason)
+            return self._rest([work for work, _ in spilled], AWAY_CAP)
+        return _Left()
+
+    @staticmethod
+    def _rest(works: Sequence[Work], seconds: float) -> _Left:
+        for work in works:
+            work.tries += seconds > 0
+        return _Left([*works], {work.line: seconds for work in works})
+
+    # -- its end -------------------------------------------------------------------------------------------------------
 
     def _is_over(self, idle: float | None) -> bool:
         """Whether a drain has nothing more to wait for."""
         if idle is None:
             return False
-        left = self._desk.waiting()  # and those that are tried right now: with many that fail, there are always some
+        left = self._window.waiting()  # and those that are tried right now: with many that fail, there are always some
         left += [work for task, works in self._working.items() if not task.done() for work in works]
-        if any(self._failures[work.line] < STALLED for work in left):
+        if any(work.tries < STALLED for work in left):
             return False
+        if self._is_full:
+            return True  # nothing more can come
         backlog = self.backlog()
         if backlog is not None:
             return backlog <= len(left)
@@ -297,13 +474,49 @@ class SubscriptionIntake:
                 await self._change.wait()
 
     async def _finish(self) -> None:
-        """Wait for what is being dealt with; what takes too long is cancelled, and comes again."""
+        """Wait for what is being handled; what takes too long is cancelled, and comes again."""
         if self._working:
             _, late = await asyncio.wait(self._working, timeout=self._flow.grace)
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._working, return_exceptions=True)
         self._working.clear()
+
+
+@dataclass(slots=True)
+class _Left:
+    """Messages that stay in the window, and for how many seconds their lines rest."""
+
+    works: list[Work] = field(default_factory=list)
+    delays: dict[Line, float] = field(default_factory=dict)
+
+    def add(self, other: _Left) -> None:
+        """And these."""
+        self.works += other.works
+        self.delays |= other.delays
+
+
+def _work_of(received: Received) -> Work:
+    return Work(received.message, received=received, redelivered=received.attempt - 1)
+
+
+def _is_suspect(work: Work) -> bool:
+    return work.redelivered >= REDELIVERIES
+
+
+def _up_to_suspects(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+    """Those that have no suspect of their line before them, and the others."""
+    parts: tuple[list[Work], list[Work]] = [], []
+    stopped = set[Line]()
+    for work in works:
+        if _is_suspect(work):
+            stopped.add(work.line)
+        parts[work.line in stopped].append(work)
+    return parts
+
+
+def _received(works: Sequence[Work]) -> list[Received]:
+    return [work.received for work in works if work.received is not None]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..codec import Content
 from ..codecs import Codecs
 from ..context import check_header
-from ..errors import HeaderError, PayloadError, StoreError, TenancyError, UnknownEventError
+from ..errors import HeaderError, PayloadError, TenancyError, UnknownEventError
 from ..event import EventType, registry
 from ..route import check_tenant, matches, may_come_to
 from ..transport import Message
@@ -75,13 +75,6 @@ class Reader:
         except ValueError as error:
             raise UnknownEventError(f"the message has an unreadable header: {error}") from None
         return Incoming(event, context)
-
-    def read_held(self, message: Message) -> Incoming:
-        """An event that a projection has held: it was read before."""
-        incoming = self.read(message)
-        if incoming is None:
-            raise StoreError(f"projection {self._consumer} does not want any more what it has held: {message.headers}")
-        return incoming
 
     def tenant_of(self, message: Message) -> str | None:
         """Whose it is. `HeaderError` if nobody can be called so, or if it came by the topic of another tenant: who may

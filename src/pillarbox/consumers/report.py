@@ -11,7 +11,6 @@ from datetime import datetime
 from uuid import UUID
 
 from .. import clock, telemetry
-from ..inbox import Letter, LetterKind
 from ..telemetry import Activity, LogEvent, Signals, trace_id
 from ..transport import Message
 from .failure import Failure
@@ -30,10 +29,11 @@ class Tally:
     """What a consumer has done since it was made."""
 
     handled: int = 0
-    """Messages that took effect, letters that were redriven included."""
+    """Messages that took effect."""
     duplicates: int = 0
     """Messages that had taken effect before."""
-    letters: int = 0
+    spilled: int = 0
+    """Messages that went on by an inbound lane: they failed, or waited behind others."""
     failures: int = 0
     """Attempts that failed, whatever came of it."""
 
@@ -126,13 +126,6 @@ class ConsumerReport:
             self._signals.observe(telemetry.HANDLING, {seconds: 1}, self._labels)
             self._signals.observe(telemetry.HANDLING_LATENCY, self._ages(new), self._labels, tenant)
 
-    def redriven(self, incoming: Incoming) -> None:
-        """A letter has taken effect. It is of the past, and does not say how far we have come, nor how late we are."""
-        self.tally.handled += 1
-        if self._signals:
-            tenant = incoming.context.tenant if self._signals.by_tenant else None
-            self._signals.count(telemetry.HANDLED, self._labels, 1, tenant)
-
     def left_out(self, amounts: LeftOut) -> None:
         """A projection had seen later events than these, or not their predecessors."""
         self.version_lag = amounts.version_lag  # back to 0 when no gap was found
@@ -163,26 +156,18 @@ class ConsumerReport:
                 ),
             )
 
-    def stuck(self, message: Message, attempts: int, seconds: float, reason: str) -> None:
-        """It has failed for long, and is still tried."""
-        logger.error(
-            "consumer %s: event %s has failed %d times in %.0f s, and its key waits: %s",
-            *(self._consumer, message.headers.get("event_id"), attempts, seconds, reason),
-            extra=self._about(telemetry.LOG_STUCK, message, attempts=attempts, reason=reason),
-        )
-
-    def letter(self, letter: Letter) -> None:
-        """A letter was written."""
-        self.tally.letters += 1
+    def spilled(self, number: int) -> None:
+        """So many messages wait in an inbound lane now."""
+        self.tally.spilled += number
         if self._signals:
-            self._signals.count(telemetry.LETTERS, (*self._labels, letter.kind.value))
-        if times := self._lines.due((letter.kind, letter.tenant)):
-            kind, reason = letter.kind.value, letter.reason
-            logger.log(
-                logging.INFO if letter.kind is LetterKind.REJECTED else logging.ERROR,
-                "consumer %s: event %s has become a letter (%s): %s%s",
-                *(self._consumer, letter.event_id, kind, reason, _and_others(times)),
-                extra=self._about(telemetry.LOG_LETTER, letter.message, kind=kind, reason=reason, times=times),
+            self._signals.count(telemetry.SPILLED, self._labels, number)
+
+    def not_spilled(self, number: int, reason: str) -> None:
+        """So many messages could not be stored in an inbound lane: they stay unacknowledged."""
+        if times := self._lines.due("not spilled"):
+            logger.warning(
+                "consumer %s: %d messages cannot be spilled now, and wait: %s%s",
+                *(self._consumer, number, reason, _and_others(times)),
             )
 
     def away(self, reason: str) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from uuid import UUID
 
-from ..consumers.desk import Work
+from ..consumers.failure import Failure
 from ..consumers.handling import Effects, Incoming, LeftOut
-from ..consumers.intake import Deals
-from ..consumers.processing import Dealt
+from ..consumers.processing import Processed, Processor, Trouble
+from ..consumers.window import Work
 from ..event import EventType
 from ..unit_of_work import UnitOfWork
 
@@ -85,34 +85,38 @@ class FaultyEffects:
         return late
 
 
-class FaultyDeals:
-    """`Deals` that get messages again that they had dealt with."""
+class FaultyProcessor(Processor):
+    """A `Processor` that gets messages again that have taken effect."""
 
-    def __init__(self, consumer: str, deals: Deals, effects: FaultyEffects, faults: Faults, failures: Failures) -> None:
+    def __init__(
+        self, consumer: str, processor: Processor, effects: FaultyEffects, faults: Faults, failures: Failures
+    ) -> None:
+        vars(self).update(vars(processor))
         self._consumer = consumer
-        self._deals = deals
-        self._effects = effects
+        self._processor = processor
+        self._faulty = effects
         self._faults = faults
         self._failures = failures
 
-    async def deal(self, works: Sequence[Work]) -> Dealt:
-        self._effects.raised.clear()
-        dealt = await self._deals.deal(works)
-        self._note(dealt)
-        if dealt.settled:
-            for _ in range(self._faults.repeats()):
-                for work in dealt.settled:
-                    await self._deals.deal([work])
-        return dealt
-
-    def _note(self, dealt: Dealt) -> None:
-        for work in dealt.settled:
+    async def process(self, works: Sequence[Work]) -> Processed:
+        self._faulty.raised.clear()
+        processed = await self._processor.process(works)
+        for work in processed.settled:
             self._failures.settled(self._consumer, _event_id(work))
-        first = {work.line: work for work in reversed(dealt.left)}
-        for line, reason in dealt.reasons.items():
-            event_id = _event_id(first[line])
-            raised = next((it for found, it in self._effects.raised.items() if str(found) == event_id), None)
-            self._failures.failed(self._consumer, event_id, reason, raised)
+        for work, trouble in processed.failed:
+            self._note(work, trouble)
+        if again := [work for work in processed.settled if work.claim is None]:
+            for _ in range(self._faults.repeats()):
+                for work in again:
+                    await self._processor.process([work])
+        return processed
+
+    def _note(self, work: Work, trouble: Trouble) -> None:
+        if trouble.failure in (Failure.BUSINESS, Failure.POISON):
+            self._failures.settled(self._consumer, _event_id(work))
+            return
+        raised = next((it for found, it in self._faulty.raised.items() if str(found) == _event_id(work)), None)
+        self._failures.failed(self._consumer, _event_id(work), trouble.reason, raised)
 
 
 class FaultyHandler:

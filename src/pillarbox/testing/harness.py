@@ -26,15 +26,16 @@ from .. import clock
 from ..app import Pillarbox
 from ..clock import Clock
 from ..consumers.consumer import Consumer
-from ..consumers.desk import Work
+from ..consumers.failure import Failure
+from ..consumers.window import Work
 from ..errors import ConfigurationError
 from ..event import capture, registry
-from ..inbox import Letter
+from ..inbox import DeadLetter
 from ..outbox import Status
 from ..route import Origin, Route, Router, default_aggregate_type
 from ..stores.columns import from_now
 from ..stores.tables import failures
-from ..transport import Message, Received, Transport
+from ..transport import Message, Transport
 from ..transports.memory import MemoryTransport
 from .fake_clock import FakeClock
 from .faults import Failures, Faults
@@ -88,7 +89,8 @@ class Drained:
     """Messages that took effect in consumers."""
     duplicates: int = 0
     """Messages that consumers knew already."""
-    letters: int = 0
+    spilled: int = 0
+    """Messages that went on by a consumer's inbound lanes."""
     failures: int = 0
     """Attempts of consumers that failed, whatever came of it."""
 
@@ -206,9 +208,9 @@ class Harness:
             for _ in range(ROUNDS):
                 done, rejected = await self._round()
                 total += done
-                in_vain = 0 if done.sent + done.handled + done.letters else in_vain + 1
+                in_vain = 0 if done.sent + done.handled + done.spilled else in_vain + 1
                 # What was sent has been received in the same round; what was handled may have raised something.
-                if not (done.handled or done.letters or done.failures or rejected) or in_vain == ATTEMPTS:
+                if not (done.handled or done.spilled or done.failures or rejected) or in_vain == ATTEMPTS:
                     break
             else:
                 raise AssertionError(f"there is no end after {ROUNDS} rounds: handlers seem to answer each other")
@@ -257,10 +259,14 @@ class Harness:
     async def _deal(self, consumer: Consumer, message: Message) -> Drained:
         before = replace(consumer._report.tally)
         await consumer.register()
-        work = Work(Received(message), (message.topic, message.headers.get("tenant_id"), message.key))
+        work = Work(message)
         for _ in range(ATTEMPTS):
-            dealt = await self._takeover.deals[consumer.name].deal([work])
-            if not dealt.left:
+            processed = await self._takeover.processors[consumer.name].process([work])
+            refused = [it for _, it in processed.failed if it.failure in (Failure.BUSINESS, Failure.POISON)]
+            if refused and consumer._spiller is not None:
+                await consumer._spiller.spill([trouble.spilled(work, refused=True) for trouble in refused])
+                await consumer._intakes[-1].drain(0.0)
+            if refused or processed.settled:
                 break
         after = _fields(consumer._report.tally)
         return Drained(**{name: after[name] - count for name, count in _fields(before).items()})
@@ -361,8 +367,8 @@ class Harness:
         if found:
             raise AssertionError(describe(kind, {}, 0, len(found), found))
 
-    async def letters(self, *, consumer: str | None = None, tenant: str | None = None) -> list[Letter]:
-        """The open letters of a consumer, or of all: messages that it could not turn into effects."""
+    async def dead_letters(self, *, consumer: str | None = None, tenant: str | None = None) -> list[DeadLetter]:
+        """The failed deliveries of a consumer, or of all: messages that it could not turn into effects."""
         await self.start()
         return [letter async for letter in self.box.dead_letters(consumer=consumer, tenant=tenant)]
 
@@ -426,4 +432,4 @@ def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:
 
 
 def _fields(tally: Any) -> dict[str, int]:
-    return {name: getattr(tally, name) for name in ("handled", "duplicates", "letters", "failures")}
+    return {name: getattr(tally, name) for name in ("handled", "duplicates", "spilled", "failures")}

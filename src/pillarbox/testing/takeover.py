@@ -14,13 +14,12 @@ from sqlalchemy import make_url
 
 from ..app import Pillarbox
 from ..consumers.consumer import Consumer
-from ..consumers.from_outbox import OutboxIntake
 from ..consumers.handling import Handlers
-from ..consumers.intake import SubscriptionIntake
+from ..consumers.hands import Hands
 from ..errors import ConfigurationError
 from ..retry import RetryPolicy
 from ..transports.memory import MemoryTransport
-from .faults import Failures, Faults, FaultyDeals, FaultyEffects, FaultyHandler
+from .faults import Failures, Faults, FaultyEffects, FaultyHandler, FaultyProcessor
 
 AT_ONCE = RetryPolicy(base=0.001, cap=0.001)
 """No test waits for a back-off."""
@@ -32,8 +31,8 @@ class Takeover:
     def __init__(self, box: Pillarbox, faults: Faults, failures: Failures) -> None:
         self.box = box
         self.brokers = {name: MemoryTransport(given.capabilities) for name, given in box.transports.items()}
-        self.deals: dict[str, FaultyDeals] = {}
-        """Who deals with the messages of each consumer."""
+        self.processors: dict[str, FaultyProcessor] = {}
+        """What handles the messages of each consumer."""
         self._faults = faults
         self._failures = failures
         self._kept: list[_Kept] = []
@@ -56,7 +55,7 @@ class Takeover:
     def adopt(self) -> None:
         """Include the consumers that were made since."""
         for name, consumer in self.box.consumers.items():
-            if name not in self.deals:
+            if name not in self.processors:
                 self._adopt(consumer, self.box.transports)
 
     def handlers(self) -> dict[str, Any]:
@@ -73,29 +72,19 @@ class Takeover:
         self._kept = []
 
     def _adopt(self, consumer: Consumer, given: Mapping[str, Any]) -> None:
-        processor, intake, box = consumer._processor, consumer._intake, self.box
-        self._kept += [_Kept(consumer), _Kept(processor)]
+        processor, subscriber = consumer._processor, consumer._subscriber
+        self._kept += [_Kept(consumer), _Kept(processor), _Kept(consumer._progress)]
         if isinstance(consumer.effects, Handlers):
             self._kept.append(_Kept(consumer.effects))
-        effects = FaultyEffects(processor._effects, self._faults)
-        deals = self.deals[consumer.name] = FaultyDeals(consumer.name, processor, effects, self._faults, self._failures)
-        processor._effects, processor._retry = effects, AT_ONCE
+        effects = processor._effects = FaultyEffects(processor._effects, self._faults)
+        faulty = FaultyProcessor(consumer.name, processor, effects, self._faults, self._failures)
+        self.processors[consumer.name] = faulty
         # Whatever waits for events belongs to one loop, and the next test has another.
         consumer._finished = asyncio.Event()
         consumer._finished.set()
-        if isinstance(intake, SubscriptionIntake):
-            consumer._intake = SubscriptionIntake(
-                self._stand_in(consumer, intake._subscriber, given),
-                consumer.topics,
-                consumer.name,
-                deals=deals,
-                report=consumer._report,
-                flow=intake._flow,
-                retry=AT_ONCE,
-                takes_turns=lambda: box.takes_turns,
-            )
-        elif isinstance(intake, OutboxIntake):
-            consumer._intake = OutboxIntake(deals, intake._flow, intake._make_relay)
+        consumer._hands = Hands(consumer._hands.concurrency)
+        stand_in = None if subscriber is None else self._stand_in(consumer, subscriber, given)
+        consumer._intakes = consumer._make_intakes(faulty, stand_in, AT_ONCE)
 
     def _stand_in(self, consumer: Consumer, subscriber: object, given: Mapping[str, Any]) -> MemoryTransport:
         """The broker in place of a subscriber. One that is no transport itself, as for Pulsar, gets what the routes of

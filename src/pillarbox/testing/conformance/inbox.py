@@ -1,4 +1,4 @@
-"""What every `Inbox` and every `Letters` must do, one test per promise.
+"""What every `Inbox` must do, one test per promise.
 
 Bind them by subclasses with a ``world`` fixture::
 
@@ -15,29 +15,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from datetime import timedelta
 from typing import Any, Protocol
 from uuid import UUID, uuid4
 
 import pytest
 
-from ...inbox import (
-    Admission,
-    Arrival,
-    Inbox,
-    Letter,
-    LetterFilter,
-    LetterKind,
-    Letters,
-    LetterState,
-    consumer_id,
-    digest_of,
-)
-from ...transport import Message
+from ...consumers.failure import Failure, classify
+from ...inbox import Admission, Admitted, Arrival, Claim, Inbox, Spill, consumer_id, digest_of
 
 NEW, DUPLICATE, ALTERED = Admission.NEW, Admission.DUPLICATE, Admission.ALTERED
-OTHER_VERSION = Admission.OTHER_VERSION
 CONSUMER = consumer_id("billing")
 DAY = timedelta(days=1)
 PATIENCE = 20.0
@@ -51,12 +38,13 @@ class Transaction(Protocol):
 
 
 class World(ABC):
-    """An inbox and letters, and the means to use them in transactions."""
+    """An inbox, and the means to use it in transactions."""
 
     inbox: Inbox
-    letters: Letters
     lacks: str | None = None
     """Why it has no transactions."""
+    takes_turns = False
+    """Whether there is one transaction at a time that writes."""
 
     @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
@@ -84,27 +72,40 @@ class World(ABC):
     ) -> list[Admission]:
         """In a transaction of its own."""
         async with self.transaction() as run:
-            return list(await run(self.inbox.admit, consumer, tenant, arrivals))
+            return list((await run(self.inbox.admit, consumer, tenant, arrivals)).admissions)
+
+    async def ask(self, arrivals: Sequence[Arrival], *lines: int, consumer: int = CONSUMER) -> Admitted:
+        """Admit them in a transaction of its own, and ask for the gates of these lines."""
+        async with self.transaction() as run:
+            found = await run(self.inbox.admit, consumer, "acme", arrivals, claims=consumer, lines=lines)
+            assert isinstance(found, Admitted)
+            return found
+
+    async def gated(self, *lines: int, consumer: int = CONSUMER) -> set[int]:
+        """Those of the lines that are gated."""
+        return {*(await self.ask([arrival()], *lines, consumer=consumer)).gated}
+
+    async def spill(
+        self, spilled: Arrival | None = None, *, line: int, consumer: int = CONSUMER, **options: Any
+    ) -> Claim:
+        """Admit a message and spill it, in a transaction of its own."""
+        spilled = spilled or arrival()
+        written = spill(spilled, line=line, **options)
+        async with self.transaction() as run:
+            await run(self.inbox.admit, consumer, "acme", [spilled])
+            await run(self.inbox.spill, consumer, "acme", [written])
+        return written.claim
+
+    async def redeem(self, claim: Claim) -> tuple[bool, str | None]:
+        """In a transaction of its own."""
+        async with self.transaction() as run:
+            is_there, refused = await run(self.inbox.redeem, CONSUMER, claim)
+        return is_there, refused
 
     async def prune(self, older_than: timedelta, limit: int = 1000, *, consumer: int = CONSUMER) -> int:
         """In a transaction of its own."""
         async with self.transaction() as run:
             return int(await run(self.inbox.prune, consumer, older_than, limit))
-
-    async def write(self, *letters: Letter) -> list[int]:
-        """In a transaction of its own."""
-        async with self.transaction() as run:
-            return list(await run(self.letters.write, letters))
-
-    async def find(self, wanted: LetterFilter, **options: Any) -> list[Letter]:
-        """In a transaction of its own."""
-        async with self.transaction() as run:
-            return list(await run(self.letters.find, wanted, **options))
-
-    async def letter(self, letter_id: int) -> Letter:
-        """In whatever state it is."""
-        [found] = await self.find(LetterFilter(ids=(letter_id,), states=()))
-        return found
 
 
 class _Undone(Exception):  # noqa: N818  an outcome, not a failure
@@ -116,21 +117,9 @@ def arrival(body: bytes = b"{}", *, event_id: UUID | None = None, schema_version
     return Arrival(event_id or uuid4(), schema_version, digest_of(body))
 
 
-def letter(kind: LetterKind = LetterKind.POISON, *, consumer: str = "billing", **changes: Any) -> Letter:
-    """A letter with everything in it that a store might spoil."""
-    event_id = uuid4()
-    key = changes.pop("key", "Käy ")
-    headers = {"event_id": str(event_id), "user_id": 'Ä✓ \\ "%0A="'}
-    values: dict[str, Any] = {
-        "reason": "it cannot be read",
-        "message": Message("orders.events", key, bytes(range(256)), headers),
-        "event_id": event_id,
-        "event_type": "orders.order.placed",
-        "schema_version": 3,
-        "tenant": "acme",
-        "attempts": 5,
-    }
-    return Letter(consumer=consumer, kind=kind, **(values | changes))
+def spill(spilled: Arrival, *, line: int, gate: bool = True, refused: str | None = None) -> Spill:
+    """How it is put aside."""
+    return Spill(Claim(line, spilled.event_id), uuid4(), gate, refused)
 
 
 class InboxContract:
@@ -154,11 +143,11 @@ class InboxContract:
         assert await world.admit([changed]) == [ALTERED]
         assert await world.admit([arrival(), changed, first]) == [NEW, ALTERED, DUPLICATE]
 
-    async def test_another_schema_version_is_known_as_such_whatever_its_body(self, world: World) -> None:
+    async def test_another_schema_version_is_a_duplicate_whatever_its_body(self, world: World) -> None:
         first = arrival(b"1")
         others = [arrival(body, event_id=first.event_id, schema_version=2) for body in (b"1", b"2")]
-        assert await world.admit([first, *others]) == [NEW, OTHER_VERSION, OTHER_VERSION]
-        assert await world.admit([*others, first]) == [OTHER_VERSION, OTHER_VERSION, DUPLICATE]
+        assert await world.admit([first, *others]) == [NEW, DUPLICATE, DUPLICATE]
+        assert await world.admit([*others, first]) == [DUPLICATE, DUPLICATE, DUPLICATE]
 
     async def test_h83_tenants_are_independent(self, world: World) -> None:
         first = arrival(b"1")
@@ -225,14 +214,14 @@ class InboxContract:
         world.needs_transactions()
         batch = [arrival(), arrival()]
         async with world.undone_transaction() as run:
-            assert await run(world.inbox.admit, CONSUMER, "acme", batch) == [NEW, NEW]
+            assert [*(await run(world.inbox.admit, CONSUMER, "acme", batch)).admissions] == [NEW, NEW]
         assert await world.admit(batch) == [NEW, NEW]
 
     async def test_what_a_transaction_has_admitted_is_a_duplicate_within_it(self, world: World) -> None:
         batch = [arrival(), arrival()]
         async with world.transaction() as run:
             await run(world.inbox.admit, CONSUMER, "acme", batch[:1])
-            assert list(await run(world.inbox.admit, CONSUMER, "acme", batch)) == [DUPLICATE, NEW]
+            assert [*(await run(world.inbox.admit, CONSUMER, "acme", batch)).admissions] == [DUPLICATE, NEW]
 
     @pytest.mark.parametrize("count", [1, 20])
     async def test_h78_who_brings_the_same_waits_and_skips_it_if_the_first_commits(
@@ -275,52 +264,104 @@ class InboxContract:
         assert {*zip(one[50:], other[:100], strict=True)} in ({(NEW, DUPLICATE)}, {(DUPLICATE, NEW)})
         assert {*one[:50], *other[100:]} == {NEW}
 
-    # -- forgetting ----------------------------------------------------------------------------------------------------
+    # -- spilling ------------------------------------------------------------------------------------------------------
 
-    async def test_what_is_forgotten_is_new_again_in_any_version(self, world: World) -> None:
-        first, beside = arrival(b"1"), arrival()
-        other = arrival(b"2", event_id=first.event_id, schema_version=2)
-        await world.admit([first, beside])
-        async with world.transaction() as run:
-            assert await run(world.inbox.forget, CONSUMER, "acme", first)
-            assert await run(world.inbox.admit, CONSUMER, "acme", [other]) == [NEW]
-        assert await world.admit([first, other, beside]) == [OTHER_VERSION, DUPLICATE, DUPLICATE]
+    async def test_a_claim_is_redeemed_once(self, world: World) -> None:
+        claim = await world.spill(line=1)
+        assert await world.redeem(claim) == (True, None)
+        assert await world.redeem(claim) == (False, None)
 
-    async def test_only_what_was_admitted_itself_is_forgotten(self, world: World) -> None:
-        first = arrival(b"1")
-        await world.admit([first])
-        others = [
-            (CONSUMER, "acme", arrival(b"2", event_id=first.event_id)),
-            (CONSUMER, "acme", arrival(b"1", event_id=first.event_id, schema_version=2)),
-            (CONSUMER, "acme", arrival(b"1")),
-            (CONSUMER, "globex", first),
-            (CONSUMER, None, first),
-            (consumer_id("shipping"), "acme", first),
-        ]
-        async with world.transaction() as run:
-            for other in others:
-                assert not await run(world.inbox.forget, *other)
-        assert await world.admit([first]) == [DUPLICATE]
+    async def test_a_claim_says_why_its_message_was_refused(self, world: World) -> None:
+        claim = await world.spill(line=1, gate=False, refused="it cannot be read")
+        assert await world.redeem(claim) == (True, "it cannot be read")
 
-    async def test_what_is_forgotten_in_vain_is_still_known(self, world: World) -> None:
+    async def test_a_spilled_message_is_a_duplicate_before_and_after_it_took_effect(self, world: World) -> None:
+        spilled = arrival()
+        claim = await world.spill(spilled, line=1)
+        assert await world.admit([spilled]) == [DUPLICATE]
+        await world.redeem(claim)
+        assert await world.admit([spilled]) == [DUPLICATE]
+
+    async def test_a_line_is_gated_as_long_as_a_claim_of_it_gates(self, world: World) -> None:
+        first, second = await world.spill(line=7), await world.spill(line=7)
+        assert await world.gated(6, 7, 8) == {7}
+        await world.redeem(first)
+        assert await world.gated(6, 7, 8) == {7}
+        await world.redeem(second)
+        assert await world.gated(6, 7, 8) == set()
+
+    async def test_a_claim_that_does_not_gate_holds_nobody_up(self, world: World) -> None:
+        claims = [await world.spill(line=7, gate=False) for _ in range(3)]
+        assert await world.gated(7) == set()
+        assert await world.redeem(claims[1]) == (True, None)
+
+    async def test_h83_claims_of_other_consumers_gate_nothing_here(self, world: World) -> None:
+        claim = await world.spill(line=7, consumer=consumer_id("shipping"))
+        assert await world.gated(7) == set()
+        assert await world.redeem(claim) == (False, None)
+        assert await world.gated(7, consumer=consumer_id("shipping")) == {7}
+
+    async def test_the_gates_are_told_whether_all_are_new_or_none_is(self, world: World) -> None:
+        known, lines = arrival(), [3, 2**62, 5]
+        await world.admit([known])
+        await world.spill(line=2**62)
+        for batch in ([arrival()], [known], [known, arrival()]):
+            async with world.transaction() as run:
+                admitted = await run(world.inbox.admit, CONSUMER, "acme", batch, claims=CONSUMER, lines=lines)
+            assert {*admitted.gated} == {2**62}
+
+    async def test_nobody_asks_for_gates_who_names_no_lines(self, world: World) -> None:
+        await world.spill(line=7)
+        assert await world.gated() == set()
+
+    async def test_h79_a_rollback_takes_claims_with_it_and_brings_redeemed_ones_back(self, world: World) -> None:
         world.needs_transactions()
-        first = arrival()
-        await world.admit([first])
+        spilled = arrival()
         async with world.undone_transaction() as run:
-            assert await run(world.inbox.forget, CONSUMER, "acme", first)
-        assert await world.admit([first]) == [DUPLICATE]
+            await run(world.inbox.admit, CONSUMER, "acme", [spilled])
+            await run(world.inbox.spill, CONSUMER, "acme", [spill(spilled, line=1)])
+        assert await world.gated(1) == set()
+        assert await world.admit([spilled]) == [NEW]
+        claim = await world.spill(line=2)
+        async with world.undone_transaction() as run:
+            assert tuple(await run(world.inbox.redeem, CONSUMER, claim)) == (True, None)
+        assert await world.gated(2) == {2}
+        assert await world.redeem(claim) == (True, None)
 
-    async def test_whoever_comes_while_it_is_forgotten_waits_for_the_outcome(self, world: World) -> None:
+    async def test_h90_a_line_is_gated_until_the_effect_has_committed(self, world: World) -> None:
         world.needs_transactions()
-        first = arrival(b"1")
-        other = arrival(b"2", event_id=first.event_id, schema_version=2)
-        await world.admit([first])
+        claim = await world.spill(line=1)
         async with world.transaction() as run:
-            assert await run(world.inbox.forget, CONSUMER, "acme", first)
-            assert await run(world.inbox.admit, CONSUMER, "acme", [other]) == [NEW]
-            second = asyncio.ensure_future(world.admit([first]))
+            await run(world.inbox.redeem, CONSUMER, claim)
+            second = asyncio.ensure_future(world.gated(1))
+            done, _ = await asyncio.wait({second}, timeout=_A_WHILE)
+            assert not done or second.result() == {1}
+        assert await asyncio.wait_for(second, PATIENCE) == ({1} if done else set())
+
+    async def test_h90_who_was_refused_by_a_spill_that_has_just_committed_sees_its_gate(self, world: World) -> None:
+        """The message came twice, and the second batch has later ones of its line with it."""
+        world.needs_transactions()
+        spilled, later = arrival(), arrival()
+        async with world.transaction() as run:
+            await run(world.inbox.admit, CONSUMER, "acme", [spilled])
+            second = asyncio.ensure_future(world.ask([spilled, later], 1))
             await still_waiting(second)
-        assert await asyncio.wait_for(second, PATIENCE) == [OTHER_VERSION]
+            await run(world.inbox.spill, CONSUMER, "acme", [spill(spilled, line=1)])
+        admissions, gated = await asyncio.wait_for(second, PATIENCE)
+        assert ([*admissions], {*gated}) == ([DUPLICATE, NEW], {1})
+
+    async def test_h80_of_two_who_redeem_a_claim_one_gets_it_and_the_other_does_not_wait(self, world: World) -> None:
+        """It waits for its turn where there is one writer at a time."""
+        world.needs_transactions()
+        claim = await world.spill(line=1)
+        async with world.transaction() as run:
+            assert tuple(await run(world.inbox.redeem, CONSUMER, claim)) == (True, None)
+            second = asyncio.ensure_future(world.redeem(claim))
+            done, _ = await asyncio.wait({second}, timeout=_A_WHILE if world.takes_turns else PATIENCE)
+            assert bool(done) is not world.takes_turns
+            assert not done or classify(second.exception() or AssertionError()) is Failure.TRANSIENT
+        assert done or await asyncio.wait_for(second, PATIENCE) == (False, None)
+        assert await world.redeem(claim) == (False, None)
 
     # -- pruning -------------------------------------------------------------------------------------------------------
 
@@ -343,6 +384,16 @@ class InboxContract:
         assert await world.admit(batches[1], tenant="False") == [DUPLICATE] * 4
         assert await world.prune(DAY, 3) == 3
         assert await world.prune(DAY, 3) == 1
+
+    async def test_h81_what_has_a_claim_is_not_pruned(self, world: World) -> None:
+        waiting, gone = arrival(), arrival()
+        claim = await world.spill(waiting, line=1, gate=False)
+        await world.admit([gone])
+        await world.age(2 * DAY)
+        assert await world.prune(DAY) == 1
+        assert await world.admit([waiting, gone]) == [DUPLICATE, NEW]
+        await world.redeem(claim)
+        assert await world.prune(DAY) == 1
         assert await world.prune(DAY, 3) == 0
 
     async def test_h81_pruning_is_about_one_consumer(self, world: World) -> None:
@@ -352,215 +403,6 @@ class InboxContract:
         await world.age(2 * DAY)
         assert await world.prune(DAY, consumer=other) == 1
         assert await world.admit([first]) == [DUPLICATE]
-
-
-class LettersContract:
-    """The promises of `Letters`."""
-
-    # -- writing and finding -------------------------------------------------------------------------------------------
-
-    async def test_a_letter_comes_back_exactly(self, world: World) -> None:
-        written = [letter(), letter(tenant=None, event_id=None, event_type="", schema_version=0)]
-        ids = await world.write(*written)
-        found = await world.find(LetterFilter())
-        assert [each.id for each in found] == ids == sorted(ids)
-        for before, after in zip(written, found, strict=True):
-            for name in ("consumer", "kind", "reason", "message", "event_id", "event_type", "schema_version", "tenant"):
-                assert getattr(after, name) == getattr(before, name)
-            assert (after.state, after.attempts, after.edited) == (LetterState.OPEN, 5, None)
-            assert after.body == before.message.body
-            assert after.created_at is not None
-            assert after.updated_at is not None
-            assert abs(datetime.now(UTC) - after.created_at) < timedelta(minutes=1)
-
-    async def test_a_reason_is_kept_without_its_secrets(self, world: World) -> None:
-        [one] = await world.write(letter(reason="no\nway: password=hunter2"))
-        assert (await world.letter(one)).reason == "no way: password=***"
-        async with world.transaction() as run:
-            await run(world.letters.failed, one, LetterKind.POISON, "postgresql://me:hunter2@db")
-        assert (await world.letter(one)).reason == "postgresql://me:***@db"
-
-    async def test_nothing_is_written_as_nothing(self, world: World) -> None:
-        assert await world.write() == []
-
-    async def test_h79_a_rollback_takes_letters_with_it(self, world: World) -> None:
-        world.needs_transactions()
-        async with world.undone_transaction() as run:
-            await run(world.letters.write, [letter()])
-        assert await world.find(LetterFilter()) == []
-
-    async def test_letters_are_found_by_what_they_are_about(self, world: World) -> None:
-        this = letter()
-        others = [
-            letter(consumer="shipping"),
-            letter(tenant="other"),
-            letter(LetterKind.HELD),
-            letter(event_type="orders.order.paid"),
-            letter(message=Message("other.events", "Käy ", b"", {})),
-            letter(key="käy "),
-        ]
-        [one, *_] = await world.write(this, *others)
-        wanted = LetterFilter(
-            consumer="billing",
-            tenant="acme",
-            kinds=(LetterKind.POISON, LetterKind.REJECTED),
-            event_type="orders.order.placed",
-            topic="orders.events",
-            key="Käy ",
-        )
-        assert [each.id for each in await world.find(wanted)] == [one]
-        assert [each.id for each in await world.find(LetterFilter(event_id=this.event_id))] == [one]
-        assert [each.id for each in await world.find(LetterFilter(ids=(one,)))] == [one]
-        assert await world.find(LetterFilter(ids=())) == []
-        assert len(await world.find(LetterFilter())) == 7
-
-    async def test_letters_are_found_in_pages(self, world: World) -> None:
-        ids = await world.write(*(letter() for _ in range(5)))
-        pages, after = [], 0
-        while page := await world.find(LetterFilter(), after=after, limit=2):
-            pages.append([each.id for each in page])
-            after = page[-1].id
-        assert pages == [ids[:2], ids[2:4], ids[4:]]
-
-    async def test_only_open_letters_are_found_unless_others_are_wanted(self, world: World) -> None:
-        first, second = await world.write(letter(), letter())
-        async with world.transaction() as run:
-            assert await run(world.letters.close, first, LetterState.DISCARDED)
-        assert [each.id for each in await world.find(LetterFilter())] == [second]
-        assert [each.id for each in await world.find(LetterFilter(states=(LetterState.DISCARDED,)))] == [first]
-        assert [each.id for each in await world.find(LetterFilter(states=()))] == [first, second]
-
-    async def test_letters_are_counted_by_consumer_and_kind(self, world: World) -> None:
-        held = LetterKind.HELD
-        await world.write(letter(), letter(), letter(held), letter(held, consumer="shipping"))
-        async with world.transaction() as run:
-            assert await run(world.letters.count, LetterFilter()) == {
-                ("billing", LetterKind.POISON): 2,
-                ("billing", held): 1,
-                ("shipping", held): 1,
-            }
-            assert await run(world.letters.count, LetterFilter(consumer="shipping")) == {("shipping", held): 1}
-            assert await run(world.letters.count, LetterFilter(consumer="nobody")) == {}
-
-    # -- changing ------------------------------------------------------------------------------------------------------
-
-    async def test_an_open_letter_can_be_taken_and_closed_once(self, world: World) -> None:
-        [one] = await world.write(letter())
-        async with world.transaction() as run:
-            taken = await run(world.letters.take, one)
-            assert (taken.id, taken.state) == (one, LetterState.OPEN)
-            assert await run(world.letters.close, one, LetterState.REDRIVEN)
-        async with world.transaction() as run:
-            assert await run(world.letters.take, one) is None
-            assert not await run(world.letters.close, one, LetterState.DISCARDED)
-        assert (await world.letter(one)).state is LetterState.REDRIVEN
-
-    async def test_a_closed_letter_is_not_changed_any_more(self, world: World) -> None:
-        [one] = await world.write(letter())
-        async with world.transaction() as run:
-            await run(world.letters.close, one, LetterState.DISCARDED)
-        before = await world.letter(one)
-        async with world.transaction() as run:
-            assert not await run(world.letters.failed, one, LetterKind.REJECTED, "no")
-            assert not await run(world.letters.edit, one, b"other")
-        assert await world.letter(one) == before
-
-    async def test_a_letter_that_is_not_there_is_not_open(self, world: World) -> None:
-        async with world.transaction() as run:
-            assert await run(world.letters.take, 123_456_789) is None
-            assert not await run(world.letters.close, 123_456_789, LetterState.REDRIVEN)
-
-    async def test_each_failure_is_counted_with_its_kind_and_reason(self, world: World) -> None:
-        [one] = await world.write(letter(LetterKind.UNKNOWN, attempts=1))
-        for _ in range(2):
-            async with world.transaction() as run:
-                assert await run(world.letters.failed, one, LetterKind.REJECTED, "no stock")
-        found = await world.letter(one)
-        assert (found.kind, found.reason, found.attempts) == (LetterKind.REJECTED, "no stock", 3)
-        assert found.state is LetterState.OPEN
-
-    async def test_an_edit_keeps_the_original_body(self, world: World) -> None:
-        [one] = await world.write(letter())
-        for body in (b"\x00other", b""):
-            async with world.transaction() as run:
-                assert await run(world.letters.edit, one, body)
-            found = await world.letter(one)
-            assert (found.body, found.edited, found.message.body) == (body, body, bytes(range(256)))
-
-    async def test_h81_closed_letters_are_pruned_and_open_ones_kept(self, world: World) -> None:
-        closed, still_open, others = await world.write(letter(consumer="pruned"), letter(consumer="pruned"), letter())
-        async with world.transaction() as run:
-            for number in (closed, others):
-                assert await run(world.letters.close, number, LetterState.DISCARDED)
-        for older_than, gone in ((timedelta(days=1), 0), (timedelta(days=-1), 1)):
-            async with world.transaction() as run:
-                assert await run(world.letters.prune, "pruned", older_than, 10) == gone
-        kept = await world.find(LetterFilter(ids=(closed, still_open, others), states=()))
-        assert [each.id for each in kept] == [still_open, others]
-
-    async def test_what_people_have_decided_about_events_can_be_kept(self, world: World) -> None:
-        open_one, redriven, discarded, edited, altered, nameless = written = await world.write(
-            *(letter(consumer="decided") for _ in range(4)),
-            letter(consumer="decided", kind=LetterKind.ALTERED),
-            letter(consumer="decided", event_id=None),
-        )
-        async with world.transaction() as run:
-            assert await run(world.letters.edit, edited, b"better")
-            for number in (redriven, edited):
-                assert await run(world.letters.close, number, LetterState.REDRIVEN)
-            for number in (discarded, altered, nameless):
-                assert await run(world.letters.close, number, LetterState.DISCARDED)
-        async with world.transaction() as run:
-            prune = partial(world.letters.prune, keep_decisions=True)
-            assert await run(prune, "decided", timedelta(days=-1), 10) == 3
-        kept = await world.find(LetterFilter(ids=tuple(written), states=()))
-        assert [each.id for each in kept] == [open_one, discarded, edited]
-        assert [each.is_decision for each in kept] == [False, True, True]
-
-    async def test_h89_of_two_who_take_a_letter_one_gets_it(self, world: World) -> None:
-        world.needs_transactions()
-        [one] = await world.write(letter())
-
-        async def redrive() -> bool:
-            async with world.transaction() as run:
-                if await run(world.letters.take, one) is None:
-                    return False
-                return bool(await run(world.letters.close, one, LetterState.REDRIVEN))
-
-        async with world.transaction() as run:
-            assert await run(world.letters.take, one) is not None
-            second = asyncio.ensure_future(redrive())
-            await still_waiting(second)
-            assert await run(world.letters.close, one, LetterState.DISCARDED)
-        assert await asyncio.wait_for(second, PATIENCE) is False
-        assert (await world.letter(one)).state is LetterState.DISCARDED
-
-    async def test_h89_who_has_waited_gets_a_letter_that_stayed_open(self, world: World) -> None:
-        world.needs_transactions()
-        [one] = await world.write(letter())
-
-        async def take() -> Any:
-            async with world.transaction() as run:
-                return await run(world.letters.take, one)
-
-        async with world.transaction() as run:
-            await run(world.letters.take, one)
-            second = asyncio.ensure_future(take())
-            await still_waiting(second)
-            assert await run(world.letters.failed, one, LetterKind.REJECTED, "no")
-        found = await asyncio.wait_for(second, PATIENCE)
-        assert (found.kind, found.attempts) == (LetterKind.REJECTED, 6)
-
-    async def test_h89_of_many_who_close_a_letter_at_once_one_has_done_it(self, world: World) -> None:
-        [one] = await world.write(letter())
-
-        async def close(state: LetterState) -> LetterState | None:
-            async with world.transaction() as run:
-                return state if await run(world.letters.close, one, state) else None
-
-        states = [LetterState.REDRIVEN, LetterState.DISCARDED] * 2
-        closed = await asyncio.wait_for(asyncio.gather(*map(close, states)), PATIENCE)
-        assert [state for state in closed if state] == [(await world.letter(one)).state]
 
 
 async def still_waiting(task: asyncio.Future[Any]) -> None:

@@ -1,0 +1,378 @@
+"""A consumer as the destination of lanes: of those that it has spilled to, or of the outbox of its own service.
+
+A relay brings the messages, in order per key. What has taken effect counts as delivered. A message that fails for now
+is rejected for now: its key waits, and no attempt is counted. One that can never take effect fails at once, and an
+error that nobody knows counts an attempt. While the consumer's database is away, so is the destination.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from .. import clock
+from ..inbox import digest_of
+from ..outbox import Key
+from ..redaction import redacted
+from ..relay import Relay
+from ..retry import RetryPolicy
+from ..transport import Capabilities, Message, Outcome, Rejection, Verdict
+from .dead_letters import DeadLetterRoute
+from .failure import Failure
+from .hands import Hands
+from .identity import KnownBy
+from .intake import STALLED
+from .processing import Processed, Processor, Trouble
+from .progress import Progress
+from .spilling import work_of
+from .window import Line, Work
+
+AT_ONCE = 100
+"""How many messages a lane hands over at once to a consumer that has a transaction for each."""
+SLOW, SLOW_BATCH = 1.0, 10.0
+"""Seconds after which a lane goes on with others while a message, or a batch of them, is still being handled."""
+HELD_PAUSE = 0.05
+DRAIN_PAUSE = 0.5
+"""The longest wait of a drain between two tries."""
+LEFT = 60.0
+"""Seconds for which a drain leaves what has failed again and again."""
+_TRIES_KEPT = 100_000
+_ENDED_KEPT = 1_000
+_STILL_HANDLED = "it is still being handled"
+_TENANT_HELD = "other messages of its tenant fail, and nothing of it takes effect"
+
+
+class LaneIntake:
+    """`Intake` from lanes. ``relay`` makes a relay for a destination; ``make_due`` lets what waits for its next attempt
+    wait no longer.
+    """
+
+    def __init__(
+        self,
+        destination: LaneDestination,
+        relay: Callable[[LaneDestination], Relay],
+        make_due: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._destination = destination
+        self._make_relay = relay
+        self._make_due = make_due
+        self._relay: Relay | None = None
+        self._stopping = False
+
+    @property
+    def connected(self) -> bool:
+        return self._relay is not None and self._relay.healthy
+
+    def backlog(self) -> int | None:
+        return None
+
+    def at_hand(self) -> list[Work]:
+        return self._destination.at_hand()
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self._relay is not None:
+            self._relay.stop()
+
+    async def run(self) -> None:
+        self._relay = self._make_relay(self._destination)
+        try:
+            if not self._stopping:
+                await self._relay.run()
+        finally:
+            self._relay, self._stopping = None, False
+
+    async def drain(self, idle: float) -> bool:  # noqa: ARG002  the database knows when there is no more
+        """Whether anything was settled."""
+        settled = self._destination.settled
+        await self._make_due()
+        with self._destination.draining():
+            while True:
+                began = clock.current().monotonic()
+                await self._make_relay(self._destination).drain()
+                self._destination.forget_due(began - DRAIN_PAUSE)
+                if (rest := self._destination.next_retry()) is None:
+                    return self._destination.settled > settled
+                await asyncio.sleep(rest)
+
+
+class LaneDestination:
+    """A `Publisher` that lets what it is sent take effect."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        *,
+        progress: Progress,
+        hands: Hands,
+        batch: int,
+        retry: RetryPolicy,
+        dead_letters: DeadLetterRoute | None,
+    ) -> None:
+        self.capabilities = Capabilities(max_messages=max(batch, AT_ONCE), timeout=None)  # `Processor` has one
+        self.settled = 0
+        self._processor = processor
+        self._progress = progress
+        self._hands = hands
+        self._batch = batch
+        self._retry = retry
+        self._dead_letters = dead_letters
+        self._at_work: dict[asyncio.Task[Any], tuple[str, Sequence[Work]]] = {}
+        """The lane of each, and what is being handled."""
+        self._tries: dict[Line, int] = {}
+        """How often the first message of each line has failed for now."""
+        self._ended: dict[Hashable, Trouble] = {}
+        """Why messages have failed that were not waited for: it is said when they are offered again."""
+        self._due: dict[Line, float] | None = None
+        """In a drain, when the lines that wait for another try are due."""
+
+    def at_hand(self) -> list[Work]:
+        """What is being handled."""
+        return [work for _, works in [*self._at_work.values()] for work in works]
+
+    @contextmanager
+    def draining(self) -> Iterator[None]:
+        """Leave messages that fail again and again, and say when others are to be tried again."""
+        self._due = {}
+        self._tries.clear()
+        try:
+            yield
+        finally:
+            self._due = None
+
+    def forget_due(self, before: float) -> None:
+        """What was due by then and was not offered is discarded, paused, or in the hands of another process."""
+        if self._due is not None:
+            self._due = {line: due for line, due in self._due.items() if due >= before}
+
+    def next_retry(self) -> float | None:
+        """Seconds until a line is to be tried again in this drain; None if none is."""
+        soonest = min(self._due.values(), default=math.inf) if self._due else math.inf
+        return None if soonest == math.inf else max(0.01, soonest - clock.current().monotonic())
+
+    def preflight(self, message: Message) -> str | None:  # noqa: ARG002  a consumer looks at everything
+        return None
+
+    async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:  # noqa: ARG002  nothing to open
+        return {}
+
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+        """Handle them, different lines or tenants beside each other, and say what is left. What takes long is not
+        waited for: it goes on, its key waits, and when it is offered again the inbox knows what became of it.
+        """
+        answers = _Answers([work_of(message) for message in messages])
+        await self._refuse(self._unreadable(answers), answers)
+        busy = {work.line for work in self.at_hand()}
+        chains = {
+            asyncio.ensure_future(self._handle(producer, units, answers, busy)): units
+            for units in _chains(answers.works, self._batch)
+        }
+        slow = SLOW if self._batch == 1 else SLOW_BATCH
+        try:
+            _, late = await asyncio.wait(chains, timeout=slow if self._due is None else None)  # a drain has time
+        except BaseException:
+            for task in chains:
+                task.cancel()
+            await asyncio.wait(chains)  # a transaction that is undone later would outlive its consumer
+            raise
+        for task in late:
+            for unit in chains[task]:
+                answers.put_off(unit, SLOW, _STILL_HANDLED)
+            if task not in self._at_work:
+                task.cancel()  # it waits for its turn
+        answers.closed = True
+        for task in chains.keys() - late:
+            task.result()  # an error here is ours, and no handler's
+        return answers.outcome()
+
+    async def _handle(
+        self, producer: str, units: Sequence[Sequence[Work]], answers: _Answers, busy: Collection[Line]
+    ) -> None:
+        """Handle units one after the other, each in a transaction."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        for unit in units:
+            free = [work for work in unit if not answers.stops(work)]
+            if again := [work for work in free if work.line in busy]:
+                answers.put_off(again, SLOW, _STILL_HANDLED)
+                free = [work for work in free if work.line not in busy]
+            if ended := [(work, it) for work in free if (it := self._ended.pop(_offer_of(work), None)) is not None]:
+                await self._answer(Processed(failed=ended), answers)
+                free = [work for work in free if not answers.stops(work)]
+            if not free:
+                continue
+            tenant = free[0].tenant
+            if not self._progress.may_try(tenant):
+                answers.put_off(free, self._rest_of(free), _TENANT_HELD)
+                continue
+            async with self._hands.one(tenant):
+                if answers.closed:
+                    return
+                self._at_work[task] = producer, free
+                if self._due is not None:
+                    for work in free:
+                        self._due.pop(work.line, None)
+                try:
+                    processed = await self._processor.process(free)
+                finally:
+                    del self._at_work[task]
+            await self._answer(processed, answers)
+            if answers.closed or answers.away:
+                return
+
+    async def _answer(self, processed: Processed, answers: _Answers) -> None:
+        for work in processed.settled:
+            self._tries.pop(work.line, None)
+        self.settled += len(processed.settled)
+        if answers.closed:
+            for work, trouble in processed.failed:
+                self._ended[_offer_of(work)] = trouble
+                if len(self._ended) > _ENDED_KEPT:
+                    del self._ended[next(iter(self._ended))]
+            return
+        for work, trouble in processed.failed:
+            if trouble.failure is Failure.TRANSIENT:
+                answers.put_off([work], self._later([work]), trouble.reason)
+            else:
+                await self._refuse([(work, trouble)], answers)
+        answers.settle(processed.settled)
+        if processed.away:
+            answers.away = processed.away
+        elif left := [work for work in processed.left if not answers.stops(work)]:
+            answers.put_off(left, self._rest_of(left), _TENANT_HELD)
+
+    def _unreadable(self, answers: _Answers) -> list[tuple[Work, Trouble]]:
+        """Messages that were spilled because they could not be read, and still cannot: there is nothing to be tried.
+        The first of each key.
+        """
+        found: dict[Key, tuple[Work, Trouble]] = {}
+        for work in answers.works:
+            if work.known_by is KnownBy.CONTENT and _key(work) not in found:
+                trouble = self._processor.unreadable(work)
+                if trouble is not None:
+                    found[_key(work)] = work, trouble
+        return [*found.values()]
+
+    async def _refuse(self, failed: Sequence[tuple[Work, Trouble]], answers: _Answers) -> None:
+        """These have failed for good, or an attempt is counted."""
+        last = [each for each in failed if self._is_last(*each)]
+        copies = [(work, trouble) for work, trouble in last if trouble.failure is not Failure.BUSINESS]
+        if copies and self._dead_letters is not None:
+            try:
+                await self._dead_letters.copy(copies)
+            except Exception as error:  # the database is away
+                answers.away = redacted(f"{type(error).__name__}: {error}")
+                return
+        for work, _ in last:
+            self._progress.settled(work.tenant)
+        self.settled += len(last)
+        for work, trouble in failed:
+            answers.reject(work, trouble.reason, final=trouble.failure is not Failure.UNKNOWN)
+
+    def _is_last(self, work: Work, trouble: Trouble) -> bool:
+        return trouble.failure is not Failure.UNKNOWN or self._retry.exhausted(work.message.attempts + 1)
+
+    def _later(self, works: Sequence[Work]) -> float:
+        """When the lines of these, which have failed for now, may be offered again."""
+        longest = 0.0
+        for line in dict.fromkeys(work.line for work in works):
+            tries = self._tries[line] = self._tries.pop(line, 0) + 1
+            if len(self._tries) > _TRIES_KEPT:
+                del self._tries[next(iter(self._tries))]
+            longest = max(longest, self._noted(line, self._retry.delay(tries), tries))
+        return longest
+
+    def _rest_of(self, works: Sequence[Work]) -> float:
+        """The same for lines that were not tried: when their tenant may be."""
+        rest = self._progress.rest_of(works[0].tenant) + HELD_PAUSE
+        return max(self._noted(work.line, rest, self._progress.probes_of(work.tenant)) for work in works)
+
+    def _noted(self, line: Line, wait: float, tries: int) -> float:
+        """A drain does not wait for what was tried often enough."""
+        if self._due is None:
+            return wait
+        wait = min(wait, DRAIN_PAUSE) if tries < STALLED else LEFT
+        self._due[line] = clock.current().monotonic() + wait if tries < STALLED else math.inf
+        return wait
+
+    async def close(self, producer: str | None = None) -> None:
+        """End what is still being handled for this lane, or for all: it comes again."""
+        tasks = [task for task, (lane, _) in self._at_work.items() if producer in (None, lane)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+class _Answers:
+    """What is known of the messages of a request."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+        self.closed = False
+        """The request was answered: nothing more is begun for it."""
+        self.away = ""
+        self._places = {id(work): place for place, work in enumerate(works)}
+        self._settled: list[int] = []
+        self._rejected: dict[Key, Rejection] = {}
+
+    def stops(self, work: Work) -> bool:
+        """Whether one of its key, before it, was not settled."""
+        return _key(work) in self._rejected
+
+    def settle(self, works: Sequence[Work]) -> None:
+        """They have taken effect, now or before."""
+        if not self.closed:
+            self._settled += [self._places[id(work)] for work in works]
+
+    def put_off(self, works: Sequence[Work], seconds: float, reason: str) -> None:
+        """The first of each key that is not settled is to be offered again after so many seconds."""
+        settled = {*self._settled}
+        for work in works:
+            if (place := self._places[id(work)]) not in settled:
+                self._reject(work, Rejection(place, reason, seconds))
+
+    def reject(self, work: Work, reason: str, *, final: bool) -> None:
+        """It failed. What was spilled has failed before, and what takes effect at once does not come this way: a lane
+        in which all fails says nothing about the consumer.
+        """
+        alone = work.claim is not None
+        self._reject(work, Rejection(self._places[id(work)], reason, final=final, alone=alone))
+
+    def _reject(self, work: Work, rejection: Rejection) -> None:
+        if not self.closed:
+            known = self._rejected.setdefault(_key(work), rejection)
+            if rejection.index < known.index:
+                self._rejected[_key(work)] = rejection
+
+    def outcome(self) -> Outcome:
+        """What to tell the lane."""
+        verdict = Verdict.UNAVAILABLE if self.away else None
+        return Outcome(sorted(self._settled), [*self._rejected.values()], unfinished=verdict, reason=self.away)
+
+
+def _key(work: Work) -> Key:
+    return Key(work.tenant, work.row_key)
+
+
+def _offer_of(work: Work) -> Hashable:
+    """Which offer of a row it is: when it was edited, or another attempt was counted, it is another one."""
+    known = work.message.headers.get("event_id") if work.claim is None else work.claim.inbox_id
+    return work.line if work.message.key else None, known, work.message.attempts, digest_of(work.message.body)
+
+
+def _chains(works: Sequence[Work], batch: int) -> list[list[list[Work]]]:
+    """Units that share a transaction, in chains: what is in different chains may be handled at the same time. A spilled
+    message has a transaction of its own.
+    """
+    chains: dict[Hashable, list[list[Work]]] = {}
+    for work in works:
+        alone = batch == 1 or work.claim is not None
+        chain = chains.setdefault(_key(work) if alone else work.tenant, [])
+        if alone or not chain or len(chain[-1]) == batch:
+            chain.append([work])
+        else:
+            chain[-1].append(work)
+    return [*chains.values()]

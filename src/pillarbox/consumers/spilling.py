@@ -1,0 +1,228 @@
+"""Spilling: a message that cannot take effect now leaves the memory and the broker, and waits in an inbound lane.
+
+One transaction writes its row of the inbox, a claim on its line, and a delivery to the lane. From there on it is a
+delivery like any other: tried again, parked behind others of its key, failed, redriven, edited or discarded. The row
+of the lane has an id of its own; what the inbox knows the message by is in its headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection
+
+from .. import clock
+from ..inbox import Admission, Arrival, Claim, Inbox, Spill, consumer_id
+from ..outbox import INBOX_DESTINATION, Delivery, count_rows, shard_of, stable_hash
+from ..retry import RetryPolicy
+from ..route import MAX_KEY_BYTES, MAX_TOPIC, Route
+from ..transport import Message
+from .failure import Failure
+from .home import Home
+from .identity import KnownBy, altered, line_of, why_altered
+from .window import Work
+
+_NO_EVENT = "pillarbox.spilled"
+"""The pattern of the routes of inbound lanes: no event is called so."""
+_MAX_EVENT_TYPE = 200
+_OURS = _INBOX_ID, _LINE, _KNOWN_BY, _FAILURE, _WHOLE = tuple(
+    f"pillarbox_{name}" for name in ("inbox_id", "line", "known_by", "failure", "whole")
+)
+
+
+class Spilled(NamedTuple):
+    """A message that is spilled, and why."""
+
+    message: Message
+    arrival: Arrival
+    tenant: str | None
+    known_by: KnownBy = KnownBy.EVENT
+    failure: Failure | None = None
+    """If it fails at once: in which way, and why. Else it is to be tried, and its line waits for it."""
+    reason: str | None = None
+
+
+def _altered(spilled: Spilled) -> Spilled:
+    """A message whose id turns out to have been seen with another body."""
+    known = spilled.arrival
+    return Spilled(spilled.message, altered(known), spilled.tenant, KnownBy.BODY, Failure.POISON, why_altered(known))
+
+
+class Stored(NamedTuple):
+    """What a transaction has written for spilled messages."""
+
+    deliveries: Sequence[Delivery]
+    prepared: Any
+
+
+class Spiller:
+    """Spills the messages of one consumer."""
+
+    def __init__(
+        self, name: str, home: Home, inbox: Inbox, identify: Callable[[Connection], int], retry: RetryPolicy
+    ) -> None:
+        self.claims = consumer_id(name)
+        """The number by which claims know the consumer."""
+        self._home = home
+        self._inbox = inbox
+        self._identify = identify
+        self.route = Route(
+            _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure="skip", retry=retry
+        )
+        home.router.add(self.route)
+
+    async def spill(self, spilled: Sequence[Spilled]) -> int:
+        """Spill messages of one tenant, in order per line, but for those that the inbox knows; how many they were."""
+        stored = await self._home.apart(self._admit_and_write, spilled)
+        if stored is None:
+            return 0
+        self.committed(stored)
+        return len(stored.deliveries)
+
+    def _admit_and_write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored | None:
+        number, tenant = self._identify(connection), spilled[0].tenant
+        new: list[Spilled] = []
+        while spilled:
+            admissions = self._inbox.admit(connection, number, tenant, [each.arrival for each in spilled]).admissions
+            new += [each for each, it in zip(spilled, admissions, strict=True) if it is Admission.NEW]
+            spilled = [_altered(each) for each, it in zip(spilled, admissions, strict=True) if it is Admission.ALTERED]
+        return self.write(connection, new) if new else None
+
+    def write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored:
+        """Write claims and deliveries beside rows of the inbox that this transaction has written."""
+        prepared = self._home.posts.prepare(connection)
+        deliveries = [self._delivery(each) for each in spilled]
+        self._inbox.spill(
+            connection,
+            self.claims,
+            spilled[0].tenant,
+            [
+                Spill(
+                    _claim_of(each),
+                    delivery.event_id,
+                    gate=each.failure is None,
+                    refused=None if each.failure is None else each.reason or "",
+                )
+                for each, delivery in zip(spilled, deliveries, strict=True)
+            ],
+        )
+        self._home.inbound.append(connection, deliveries)
+        return Stored(deliveries, prepared)
+
+    def committed(self, stored: Stored) -> None:
+        """The transaction that wrote it has committed."""
+        self._home.posts.committed(count_rows(stored.deliveries, {}), stored.prepared)
+
+    def _delivery(self, spilled: Spilled) -> Delivery:
+        message, arrival, line = _storable(spilled.message), spilled.arrival, hash_of_line(spilled.message)
+        key = message.key or (str(line) if line else arrival.event_id.hex)
+        return Delivery(
+            event_id=clock.new_id(),
+            event_type=storable(message.headers.get("event_type", ""))[:_MAX_EVENT_TYPE] or _NO_EVENT,
+            route=self.route.id,
+            shard=shard_of(key, self._home.router.shards),
+            schema_version=arrival.schema_version,
+            topic=message.topic,
+            key=key,
+            tenant=spilled.tenant,
+            headers={
+                **message.headers,
+                _INBOX_ID: str(arrival.event_id),
+                _LINE: str(_claim_of(spilled).line),
+                _KNOWN_BY: spilled.known_by.value,
+                **({} if spilled.failure is None else {_FAILURE: spilled.failure.value}),
+            },
+            body=message.body,
+        )
+
+
+def work_of(message: Message) -> Work:
+    """A spilled message, as it was received; or any other message of a lane."""
+    headers = dict(message.headers)
+    inbox_id, line, known_by, failure = (headers.pop(name, None) for name in (_INBOX_ID, _LINE, _KNOWN_BY, _FAILURE))
+    if inbox_id is None or line is None or known_by is None:
+        return Work(message, row_key=message.key)
+    if headers.pop(_WHOLE, None) is not None:
+        whole = _whole.decode(message.body)
+        topic, key, headers, body = whole.topic, whole.key, dict(whole.headers), whole.body
+    else:
+        topic, key, body = message.topic, "" if message.key == UUID(inbox_id).hex else message.key, message.body
+    received = Message(topic, key, body, headers, attempts=message.attempts)
+    return Work(
+        received,
+        claim=Claim(int(line), UUID(inbox_id)),
+        known_by=KnownBy(known_by),
+        refused_as=None if failure is None else Failure(failure),
+        row_key=message.key,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(*parts: str) -> int:
+    # With their lengths, so that no two lines are written alike.
+    return stable_hash(_cleaned("".join(f"{len(part)}:{part}" for part in parts)))
+
+
+def _claim_of(spilled: Spilled) -> Claim:
+    """Without a line, its tenant takes the place of that: two tenants may have events with one id."""
+    line = hash_of_line(spilled.message) or _hash_of("", spilled.tenant or "", "")
+    return Claim(line, spilled.arrival.event_id)
+
+
+def hash_of_line(message: Message) -> int:
+    """How claims know the message's line; 0 if it has none."""
+    line = line_of(message)
+    return 0 if line is None else _hash_of(*(part or "" for part in line))
+
+
+class _Whole(msgspec.Struct):
+    topic: str
+    key: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+_whole = msgspec.msgpack.Decoder(_Whole)
+
+
+def _storable(message: Message) -> Message:
+    """A message that every database takes, whatever strangers have written into it: if need be, as one binary. Its key
+    is left out then if it cannot be stored.
+    """
+    given = {name: value for name, value in message.headers.items() if name not in _OURS}
+    message = msgspec.structs.replace(message, headers=given)
+    texts = [message.topic, message.key, *message.headers, *message.headers.values()]
+    said = "".join(texts)
+    if len(message.topic) <= MAX_TOPIC and is_storable_key(message.key) and "\0" not in said and _is_utf8(said):
+        return message
+    headers = {_cleaned(name): _cleaned(value) for name, value in message.headers.items()}
+    whole = _Whole(_cleaned(message.topic), _cleaned(message.key), headers, message.body)
+    key = whole.key if is_storable_key(whole.key) else ""
+    return Message(storable(message.topic)[:MAX_TOPIC], key, msgspec.msgpack.encode(whole), {_WHOLE: "1"})
+
+
+def is_storable_key(key: str) -> bool:
+    """Whether every database takes it."""
+    return len(key.encode(errors="replace")) <= MAX_KEY_BYTES and "\0" not in key and _is_utf8(key)
+
+
+def storable(text: str) -> str:
+    """It, or something similar that every database takes."""
+    return _cleaned(text).replace("\0", "?")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _cleaned(text: str) -> str:
+    """Without halves of surrogate pairs, which nothing can store. Brokers do not bring them."""
+    return text.encode(errors="replace").decode()

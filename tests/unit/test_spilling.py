@@ -1,0 +1,41 @@
+"""What a spill writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
+
+from pillarbox.codecs import Codecs
+from pillarbox.consumers.home import Home
+from pillarbox.consumers.identity import KnownBy
+from pillarbox.consumers.spilling import Spilled, Spiller, work_of
+from pillarbox.inbox import Arrival, digest_of
+from pillarbox.outbox import INBOX_DESTINATION, Delivery
+from pillarbox.retry import RetryPolicy
+from pillarbox.route import Router
+from pillarbox.transport import Capabilities, Message
+from tests.memory.inbox import MemoryInbox
+
+
+async def test_another_body_under_a_known_id_is_spilled_as_such() -> None:
+    written: list[Delivery] = []
+
+    async def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(None, *arguments)
+
+    posts = SimpleNamespace(prepare=lambda _connection: None, committed=lambda *_: None)
+    inbound = SimpleNamespace(append=lambda _connection, deliveries: written.extend(deliveries))
+    router = Router([], Codecs().named, {INBOX_DESTINATION: Capabilities()}, 1)
+    home = cast(Home, SimpleNamespace(router=router, posts=posts, inbound=inbound, apart=apart))
+    inbox = MemoryInbox()
+    spiller = Spiller("billing", home, inbox, lambda _connection: 1, RetryPolicy())
+    for body in (b"1", b"2", b"2", b"1"):
+        arrival = Arrival(UUID(int=1), 1, digest_of(body))
+        await spiller.spill([Spilled(Message("orders", "k", body, {}), arrival, None)])
+    assert [delivery.body for delivery in written] == [b"1", b"2"]
+    found = [work_of(Message(it.topic, it.key, it.body, it.headers)).known_by for it in written]
+    assert found == [KnownBy.EVENT, KnownBy.BODY]
+    refused = [(spill.gate, spill.refused is None) for spill in inbox.claims.rows.values()]
+    assert refused == [(True, True), (False, False)]
