@@ -88,10 +88,10 @@ class Order(Aggregate, Base):
             raise OrderError("the order is cancelled")
 
 
-class Letter(Base):
-    """What we have written to the customer. Its key is the event: a handler that is run twice writes one letter."""
+class Notice(Base):
+    """What we have written to the customer. Its key is the event: a handler that is run twice writes one notice."""
 
-    __tablename__ = "letters"
+    __tablename__ = "notices"
 
     event_id: Mapped[UUID] = mapped_column(primary_key=True)
     order_id: Mapped[UUID] = mapped_column(index=True)

@@ -17,7 +17,7 @@ from pillarbox import Pillarbox, Repository, RetryPolicy, Route, UnitOfWork
 from pillarbox.fastapi import TraceMiddleware, error_handlers, health, lifespan, unit_of_work
 from pillarbox.interceptors.optimistic_lock import OptimisticLock
 
-from .domain import Base, Letter, Order, OrderCancelled, OrderError, OrderPlaced, OrderRepriced, Status
+from .domain import Base, Notice, Order, OrderCancelled, OrderError, OrderPlaced, OrderRepriced, Status
 from .transport import WarehouseTransport
 
 warehouse = WarehouseTransport(os.environ.get("WAREHOUSE_URL", "http://127.0.0.1:8001"))
@@ -35,14 +35,14 @@ box = Pillarbox(
 )
 
 
-# -- letters to customers: a handler inside the service, which its relay runs after the commit -------------------------
+# -- notices to customers: a handler inside the service, which its relay runs after the commit -------------------------
 
 
-@box.subscribe(OrderPlaced, OrderRepriced, OrderCancelled, name="letters")
-async def write_letter(event: OrderPlaced | OrderRepriced | OrderCancelled) -> None:
+@box.subscribe(OrderPlaced, OrderRepriced, OrderCancelled, name="notices")
+async def write_notice(event: OrderPlaced | OrderRepriced | OrderCancelled) -> None:
     async with box.unit_of_work() as uow:
-        if await uow.session.get(Letter, event.event_id) is None:  # it may come twice
-            uow.add(Letter(event_id=event.event_id, order_id=event.order_id, text=_wording(event)))
+        if await uow.session.get(Notice, event.event_id) is None:  # it may come twice
+            uow.add(Notice(event_id=event.event_id, order_id=event.order_id, text=_wording(event)))
 
 
 def _wording(event: OrderPlaced | OrderRepriced | OrderCancelled) -> str:
@@ -154,7 +154,7 @@ async def find(orders: Orders, customer: Text | None = None) -> list[OrderView]:
     return [OrderView.model_validate(order) for order in await orders.list(*criteria, limit=100)]
 
 
-@app.get("/orders/{order_id}/letters")
-async def letters(order_id: UUID, uow: Work) -> Sequence[str]:
-    found = await uow.session.scalars(select(Letter).where(Letter.order_id == order_id).order_by(Letter.event_id))
-    return [letter.text for letter in found]
+@app.get("/orders/{order_id}/notices")
+async def notices(order_id: UUID, uow: Work) -> Sequence[str]:
+    found = await uow.session.scalars(select(Notice).where(Notice.order_id == order_id).order_by(Notice.event_id))
+    return [notice.text for notice in found]

@@ -54,7 +54,7 @@ notifications = box.consumer("notifications", source="broker", topics=[PLANS])
 async def notify_driver(event: PlanStarted, uow: UnitOfWork, message: MessageContext) -> None:
     driver = await uow.session.scalar(select(Driver).where(Driver.vehicle == event.vehicle))
     if driver is None:
-        raise Reject(f"nobody drives {event.vehicle}")  # it becomes a letter, and others go on
+        raise Reject(f"nobody drives {event.vehicle}")  # it becomes a dead letter, and others go on
     text = f"{event.plan_id} has started with {event.vehicle}, stops: {event.stops}"
     uow.add(Notification(id=event.event_id, driver=driver.name, text=text))
     uow.publish(DriverNotified(plan_id=event.plan_id, driver=driver.name, text=text), key=message.key)
