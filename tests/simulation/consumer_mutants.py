@@ -434,7 +434,7 @@ def _resting_line_not_woken(patch: pytest.MonkeyPatch) -> None:
 @mutant("C9 liveness", seed=2)
 def _free_hand_not_heard_of(patch: pytest.MonkeyPatch) -> None:
     def end(self: Hands, tenant: str | None) -> None:
-        self.freed = lambda: None
+        self.offer = lambda: False
         original(self, tenant)
 
     original = Hands.end

@@ -18,8 +18,9 @@ class Hands:
         self._busy: Counter[str | None] = Counter()
         self._seen: set[str | None] = set()
         self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}
-        self.freed: Callable[[], object] = lambda: None
-        """Told when one is free that nobody has waited for by `one`."""
+        self.offer: Callable[[], bool] = lambda: False
+        """Offers a free hand to whoever does not wait by `one`; whether it was taken."""
+        self._was_offered = False
 
     @property
     def is_shared(self) -> bool:
@@ -44,6 +45,8 @@ class Hands:
         self._busy[tenant] -= 1
         if not self._busy[tenant]:
             del self._busy[tenant]
+        # By turns: else those that wait by `one` might keep all others waiting.
+        self._was_offered = bool(self._waiting) and not self._was_offered and self.offer()
         for each, futures in [*self._waiting.items()]:
             while futures and self.is_free(each):
                 future = futures.popleft()
@@ -54,7 +57,8 @@ class Hands:
                 self._waiting[each] = self._waiting.pop(each)
             else:
                 del self._waiting[each]
-        self.freed()
+        while self.offer():
+            pass
 
     @asynccontextmanager
     async def one(self, tenant: str | None) -> AsyncIterator[None]:

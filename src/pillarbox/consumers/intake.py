@@ -145,7 +145,7 @@ class SubscriptionIntake:
         self._subscription: Subscription | None = None
         self._stopping = False
         self._change = asyncio.Event()
-        hands.freed = self._change.set
+        hands.offer = self._begin_one
         self._room = asyncio.Event()
         self._heard_at = 0.0
         self._settled = 0
@@ -281,15 +281,23 @@ class SubscriptionIntake:
             del self._working[task]
             task.result()  # an error here is ours, and no handler's
         self._make_room(subscription)
-        while free := [tenant for tenant in self._window.ready() if self._hands.is_free(tenant)]:
-            tenant = free[0]
-            if self._progress.is_held(tenant) and not self._progress.everything_fails:
-                works = self._window.take(tenant, max(SPILLED_AT_ONCE, self._flow.batch))
-            else:
-                works = self._window.take(tenant, self._flow.batch)
-            self._hands.begin(tenant)
-            task = self._begin(subscription, works, partial(self._handle, self._window, works))
-            task.add_done_callback(partial(self._free_hand, tenant))
+        while self._begin_one():
+            pass
+
+    def _begin_one(self) -> bool:
+        """Let a hand take messages of a tenant that may have one; false if there is none."""
+        subscription = self._subscription
+        free = [tenant for tenant in self._window.ready() if self._hands.is_free(tenant)]
+        if not free or subscription is None or self._stopping:
+            return False
+        tenant, most = free[0], self._flow.batch
+        if self._progress.is_held(tenant) and not self._progress.everything_fails:
+            most = max(SPILLED_AT_ONCE, most)
+        works = self._window.take(tenant, most)
+        self._hands.begin(tenant)
+        task = self._begin(subscription, works, partial(self._handle, self._window, works))
+        task.add_done_callback(partial(self._free_hand, tenant))
+        return True
 
     def _free_hand(self, tenant: str | None, _task: object) -> None:
         self._hands.end(tenant)
