@@ -68,7 +68,7 @@ class Terms:
     """How a consumer bears failures."""
 
     retry: RetryPolicy = RETRY
-    """How long a key waits after a failure. An error that nobody knows fails the delivery after its ``attempts``, while
+    """How long a key waits after a failure. An unknown error fails the delivery after its ``attempts``, while
     those that the circumstances explain are retried without end."""
     timeout: float = 300.0
     """Seconds that a transaction may take, its handlers included: a connection may be dead and not say so."""

@@ -19,7 +19,7 @@ class Hands:
         self._seen: set[str | None] = set()
         self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}
         self.offer: Callable[[], bool] = lambda: False
-        """Offers a free hand to whoever does not wait by `one`; whether it was taken."""
+        """Offers a free hand to what the broker has brought; whether it was taken."""
         self._was_offered = False
 
     @property
@@ -41,7 +41,7 @@ class Hands:
         self._busy[tenant] += 1
 
     def end(self, tenant: str | None) -> None:
-        """It is at work no longer: whoever waits for that, and may, goes on; tenants take turns."""
+        """It is at work no longer. A waiting message of a tenant that may begin one goes on; tenants take turns."""
         self._busy[tenant] -= 1
         if not self._busy[tenant]:
             del self._busy[tenant]

@@ -2,7 +2,7 @@
 
 A relay brings the messages, in order per key. What has taken effect counts as delivered. A message that fails for now
 is rejected for now: its key waits, and no attempt is counted. One that can never take effect fails at once, and an
-error that nobody knows counts an attempt. While the consumer's database is away, so is the destination.
+unknown error counts an attempt. While the consumer's database is away, so is the destination.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Processed:
     """What has become of some messages."""
 
     settled: list[Work] = field(default_factory=list)
-    """They have taken effect, now or before, or nobody wants them, or they were spilled behind others."""
+    """They have taken effect, now or before, or no handler wants them, or they were spilled behind others."""
     failed: list[tuple[Work, Trouble]] = field(default_factory=list)
     """At most one of each line, except for those that cannot be read."""
     behind: list[Work] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Processor:
         return found if isinstance(found, Trouble) else None
 
     def untried(self, work: Work) -> Spilled | None:
-        """What is to be stored of a message that was not tried; None if nobody wants it."""
+        """What is to be stored of a message that was not tried; None if no handler wants it."""
         try:
             found = self._open(work)
         except Exception as error:  # by code of the event's own class
@@ -305,7 +305,7 @@ class Processor:
         return self._identify(connection), self._inbox.redeem(connection, self._spiller.claims, work.claim)
 
     def _open(self, work: Work) -> _Readable | Trouble | None:
-        """What is in it; None if nobody wants it."""
+        """What is in it; None if no handler wants it."""
         message = work.message
         try:
             incoming = self._reader.read(message, message.attempts + work.tries + 1)

@@ -73,7 +73,7 @@ class Progress:
         self._waits_since.pop(tenant, None)
 
     def failed(self, tenant: str | None, line: Hashable) -> None:
-        """Something of this tenant failed for now, or nobody can tell why."""
+        """A message of this tenant failed for now, or for an unknown reason."""
         self._well.pop(tenant, None)
         failing = self._failing.setdefault(tenant, _Failing())
         _forget_first(self._failing)

@@ -83,8 +83,8 @@ class Window:
         return [*self._ready]
 
     def take(self, tenant: str | None, limit: int) -> list[Work]:
-        """Up to so many messages of a tenant, in order per key. Nobody else gets messages of their lines before they
-        are `done`.
+        """Up to so many messages of a tenant, in order per key. Their lines give out no more before they are
+        `done`.
         """
         taken: list[Work] = []
         lines = self._ready.pop(tenant, {})
