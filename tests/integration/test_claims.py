@@ -254,7 +254,9 @@ async def test_requests_about_rows_of_two_tables_with_one_id_are_told_apart(inbo
 
 
 @pytest.mark.parametrize("action", [Action.DISCARD, Action.REDRIVE])
-async def test_what_is_just_taking_effect_is_waited_for(inbox: Inbox, action: Action) -> None:
+async def test_a_request_waits_for_its_message_to_take_effect_and_its_lane_does_not(
+    inbox: Inbox, action: Action
+) -> None:
     if inbox.engine.dialect.name == "sqlite":
         pytest.skip("there is one writer at a time")
     (event,) = await inbox.spill(SKIPPING, "a")
@@ -263,9 +265,26 @@ async def test_what_is_just_taking_effect_is_waited_for(inbox: Inbox, action: Ac
     await inbox.ask(action, event)
     async with inbox.engine.connect() as effect:
         await effect.execute(delete(claims).where(claims.c.inbox_id == event))
-        asked = asyncio.create_task(inbox.carry_out(lane))
-        await asyncio.wait([asked], timeout=0.5)
-        assert not asked.done()
+        assert (await inbox.store.poll(lane, limit=100)).requests == ()
         await effect.commit()
-    await asked
+    await inbox.carry_out(lane)
+    assert await inbox.statuses([delivery.event_id]) == [Status.RETRYING]
+
+
+@pytest.mark.parametrize("action", [Action.DISCARD, Action.REDRIVE])
+async def test_an_effect_that_began_since_is_waited_for(inbox: Inbox, action: Action) -> None:
+    if inbox.engine.dialect.name == "sqlite":
+        pytest.skip("there is one writer at a time")
+    (event,) = await inbox.spill(SKIPPING, "a")
+    lane = await inbox.fail(await inbox.take(SKIPPING))
+    delivery = await inbox.find(event)
+    await inbox.ask(action, event)
+    page = await inbox.store.poll(lane, limit=100)
+    async with inbox.engine.connect() as effect:
+        await effect.execute(delete(claims).where(claims.c.inbox_id == event))
+        announcing = asyncio.create_task(inbox.store.announce(lane, Batch(requests=page.requests), settle=False))
+        await asyncio.wait([announcing], timeout=0.5)
+        assert not announcing.done()
+        await effect.commit()
+    await announcing
     assert await inbox.statuses([delivery.event_id]) == [Status.RETRYING]

@@ -85,6 +85,20 @@ class Claims:
             held.update(self._connection.scalars(named))
         return {row for row, event in events.items() if event not in held}
 
+    def undisturbed(self, asked: Collection[int]) -> list[int]:
+        """Those of the requests whose messages are not just taking effect. The others wait: to carry them out now, the
+        lane would wait for the handler, and all its keys with it.
+        """
+        if not self._here:
+            return sorted(asked)
+        named = select(requests.c.id, requests.c.row_id).where(requests.c.id.in_(asked))
+        rows = {row.id: row.row_id for row in self._connection.execute(named)}
+        events = self._events({*rows.values()})
+        claimed = select(claims.c.delivery).where(claims.c.delivery.in_({*events.values()}))
+        free = {*self._connection.scalars(claimed.with_for_update(skip_locked=True))}
+        busy = {*self._connection.scalars(claimed)} - free  # a new statement: what has just ended is gone
+        return sorted(each for each in asked if events.get(rows.get(each, 0)) not in busy)
+
     def _events(self, rows: Collection[int]) -> Mapping[int, UUID]:
         """By which ids the claims know these rows."""
         found: dict[int, UUID] = {}

@@ -19,6 +19,7 @@ from ..errors import LaneHaltedError, StoreError
 from ..outbox import Lane, Page, Row
 from . import look_sql as sql
 from .announced import contents_of, position
+from .claims import Claims
 from .failures import decode_headers, place, row_of
 from .log_failures import LogFailures, book_of
 from .statement import DirectStatement
@@ -115,14 +116,15 @@ def poll(  # noqa: PLR0917  what one statement asks
     if asked and (contents := contents_of(lane)) is not None:
         known = LogFailures(connection, lane, room.reader.table).know(asked.values())
         asked = {it: row for it, row in asked.items() if row not in known or not contents.holds(known[row].ahead, lane)}
+    requests = tuple(Claims(connection, lane, room.reader.table).undisturbed(asked)) if asked else ()
     if held:
-        return Page(redo=redo, fresh=(), held=frozenset(held), requests=tuple(sorted(asked)))
+        return Page(redo=redo, fresh=(), held=frozenset(held), requests=requests)
     return Page(
         redo=redo,
         fresh=tuple(found.rows),
         passed=found.passed,
         scan_exhausted=found.scan_exhausted,
-        requests=tuple(sorted(asked)),
+        requests=requests,
         cursor=found.look,
     )
 

@@ -20,6 +20,7 @@ from ..errors import StoreError
 from ..outbox import OUTBOUND, Announcement, Batch, Failure, Lane, LaneName, Page, Row, digest
 from .announced import refuse_detours
 from .append import Appender
+from .claims import Claims
 from .failures import place, row_of
 from .leases import Leases, confirm, fenced, stored
 from .queue_failures import QueueFailures, ready, rows_named, sending
@@ -94,7 +95,9 @@ class QueueStore(Appender, Leases):
         asked = {**place(lane), "limit": limit, "max_bytes": max_bytes, "paused": paused, "sending": on_their_way}
         found = _fetched(connection, fresh(self.table, sending=bool(on_their_way), paused=bool(paused)), asked)
         rows = [row_of(values) for values in found if not values[8]]
-        requests = sorted([values[0] for values in found if values[8]]) if len(rows) < len(found) else ()
+        requests: Sequence[int] = ()
+        if len(rows) < len(found):
+            requests = Claims(connection, lane, self.table).undisturbed([values[0] for values in found if values[8]])
         redo = self.book(connection, lane).redo(limit, max_bytes, paused) if lane.waiting else ()
         return Page(redo=tuple(redo), fresh=tuple(sorted(rows, key=attrgetter("id"))), requests=tuple(requests))
 
