@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import func, select
+from sqlalchemy import func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox, Route, clock
@@ -21,7 +21,7 @@ from pillarbox.stores.leases import Leases
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.log_failures import LogFailures
 from pillarbox.stores.migrations import migrate
-from pillarbox.stores.tables import lanes
+from pillarbox.stores.tables import lanes, relays
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from pillarbox.transports.memory import MemoryTransport
 from tests.relays import running, soon
@@ -175,6 +175,25 @@ class TestALaneThatSomebodyHasLocked:
             taken = await store.take("r2", lease=60, wanted={ROUTE.id: 3}, shards={ROUTE.id: [it.shard for it in held]})
         assert [lane.shard for lane in taken] == [held[0].shard, held[2].shard]
         assert await self.renewed(store, held) == [None, True, None]
+
+
+@with_locks_on_rows
+async def test_h49_relays_that_come_and_go_do_not_wait_for_each_other(database: Database) -> None:
+    """MySQL locks all rows that a DELETE looks at, and two relays that wait for each other are a deadlock."""
+    engine = create_async_engine(database.url())
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+    store, long_dead = store_on(engine), {"expires_at": from_now(-7200.0), "serves": "[]"}
+    async with engine.begin() as connection:
+        await connection.execute(insert(relays).values(name="dead", **long_dead))
+    async with engine.begin() as coming:
+        await coming.execute(insert(relays).values(name="r1", expires_at=from_now(5.0), serves="[]"))
+        async with asyncio.timeout(5):
+            await store.renew("r2", [], lease=LEASE, serves=[])
+            await store.release("r2", [], leaving=True)
+    async with engine.connect() as connection:
+        assert (await connection.scalars(select(relays.c.name))).all() == ["r1"]
+    await engine.dispose()
 
 
 @with_locks_on_rows
