@@ -52,11 +52,15 @@ class Fate:
 
     def relent(self) -> None:
         """From now on nothing goes wrong by itself."""
-        store = self._world.store
         self._chaos.note("fate relents")
         self._chaos.rate = 0.0
         self._relented_at = self._chaos.loop.time()
         self._mend()
+        self._resume_all()
+
+    def _resume_all(self) -> None:
+        """Nothing is paused or slowed any more."""
+        store = self._world.store
         for lane in store.lanes():
             store.pause_lane(lane, False)
             store.set_rate(None, lane=lane)
@@ -176,6 +180,8 @@ class Fate:
         world.ledger.may_be_missing |= {world.identity(older.row(row).row) for row in world.forgotten}
         world.store = older
         older.end_all()
+        if self._relented_at:
+            self._resume_all()  # what was paused in the older database would stay so
         world.writers.open.clear()
         world.disconnected.update(world.living)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BITTERNESS = (0.05, 0.1, 0.4)
 """How many events are rejected at first."""
+MANY_DEADLY = 5
+"""Events that kill relays, at most: each takes half a minute of leases until it has failed."""
 
 
 @dataclass(eq=False)
@@ -102,7 +104,7 @@ class Writers:
         for broker in (self._world.broker, self._world.handlers):
             if draw.random() < self._bitterness:
                 broker.refusals[str(event_id)] = draw.choice((1, 1, 2, 3, FOR_EVER))
-            if self.deadly and draw.random() < 0.1:
+            if self.deadly and draw.random() < 0.1 and len(broker.deadly) < MANY_DEADLY:
                 broker.deadly.add(str(event_id))
 
     def _delivery(self, event_id: UUID, route: RouteRecord, key: Key, body: bytes) -> Delivery:
