@@ -175,7 +175,7 @@ class Fate:
                 stored.id
                 for lane in older.lanes().values()
                 for stored in lane.sending.values()
-                if world.store.row(stored.id).status not in (Status.SENDING, Status.SENT)
+                if self._was_rejected(stored)
             }
         world.ledger.may_be_missing |= {world.identity(older.row(row).row) for row in world.forgotten}
         world.store = older
@@ -184,6 +184,11 @@ class Fate:
             self._resume_all()  # what was paused in the older database would stay so
         world.writers.open.clear()
         world.disconnected.update(world.living)
+
+    def _was_rejected(self, stored: Any) -> bool:
+        """Whether a row has lost the number that an older database has given it."""
+        now = self._world.store.row(stored.id)
+        return now.status not in (Status.SENDING, Status.SENT) or now.number != stored.number
 
     # -- people --------------------------------------------------------------------------------------------------------
 
