@@ -11,8 +11,9 @@ from sqlalchemy import String, select
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route, UnitOfWork, upcaster
+from pillarbox import IntegrationEvent, Message, Pillarbox, RetryPolicy, Route, UnitOfWork, upcaster
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.consumers.spilling import with_body
 from pillarbox.inbox import DeadLetter
 from pillarbox.outbox import Direction
 from pillarbox.stores import inspection, operations
@@ -126,7 +127,9 @@ async def edit(box: Pillarbox, event_id: UUID, body: bytes) -> None:
     """Give a failed delivery another body, as an operator does."""
     delivery = await delivery_of(box, event_id)
     async with box.engine.begin() as connection:
-        entry = await connection.run_sync(operations.edit, delivery, ANNA, old=b"", new=body, event_id=event_id)
+        stored = await connection.run_sync(inspection.body_of, delivery)
+        new = with_body(Message(delivery.topic, delivery.key, stored, delivery.headers), body)
+        entry = await connection.run_sync(operations.edit, delivery, ANNA, old=b"", new=new, event_id=event_id)
         assert entry is not None
 
 

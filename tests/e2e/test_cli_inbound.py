@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -131,6 +133,63 @@ def test_an_edit_keeps_the_event_that_came_in(pillarbox: CommandLine, both: Data
     ((event, new),) = execute(both, "SELECT event_id, body FROM pillarbox_requests")
     assert (UUID(event), json.loads(new)) == (UUID(failed["event_id"]), {"total": 2})
     assert all("goes on" not in (it["detail"] or "") for it in pillarbox.json("trace", failed["event_id"])["steps"])
+
+
+@on_sqlite
+def test_a_message_that_is_stored_as_one_binary_is_edited_inside(pillarbox: CommandLine, both: Database) -> None:
+    """Its key and its headers could not be stored."""
+    headers = {"event_id": str(EVENTS[0]), "content_type": "application/json", "note": "a\0b"}
+    whole = {"topic": "orders", "key": "a\0b", "headers": headers, "body": b'{"total":1}'}
+    ours = {"pillarbox_whole": "1", "pillarbox_inbox_id": str(EVENTS[0]), "pillarbox_line": "1"}
+    values = {"body": msgspec.msgpack.encode(whole), "headers": json.dumps(ours | {"pillarbox_known_by": "event"})}
+    execute(both, "UPDATE pillarbox_inbound SET body = :body, headers = :headers WHERE id = 1", **values)
+    (shown,) = pillarbox.json("dlq", "show", str(EVENTS[0]), "--payload")["deliveries"]
+    assert (shown["payload"], shown["headers"]["note"]) == ('{"total":1}', "a\0b")
+    body = pillarbox.folder / "body.json"
+    edit = ("dlq", "edit", str(EVENTS[0]), "--body", str(body), "--reason", "wrong total")
+    body.write_text("nonsense")
+    assert "cannot be read as application/json" in pillarbox.complaint(*edit, code=Exit.PROBLEM)
+    body.write_text('{"total":2}')
+    pillarbox(*edit)
+    ((new,),) = execute(both, "SELECT body FROM pillarbox_requests")
+    assert msgspec.msgpack.decode(new) == whole | {"body": b'{"total":2}'}
+    (entry,) = pillarbox.json("outbox", "audit", "--payload")["entries"]
+    assert base64.b64decode(entry["details"]["old_body"]) == b'{"total":1}'
+
+
+@on_sqlite
+def test_an_edit_is_held_against_the_class_of_the_event(pillarbox: CommandLine, both: Database) -> None:
+    (pillarbox.folder / "shop.py").write_text(SHOP)
+    body = pillarbox.folder / "body.json"
+    edit = ("outbox", "edit", str(EVENTS[0]), "--body", str(body), "--reason", "wrong total")
+    headers = {"event_id": str(EVENTS[0]), "event_type": "orders.order.placed", "schema_version": "1"}
+    headers |= {"occurred_at": "2024-05-01T12:00:00Z", "content_type": "application/json"}
+    execute(both, "UPDATE pillarbox_inbound SET headers = :headers WHERE id = 1", headers=json.dumps(headers))
+    for wrong, why in (('{"total":"2"}', "total"), ('{"total":-2}', "ValueError: less than nothing")):
+        body.write_text(wrong)
+        said = pillarbox.complaint(*edit, "shop", code=Exit.PROBLEM)
+        assert "the body makes no orders.order.placed: " in said
+        assert why in said
+        assert pillarbox.json(*edit, "--dry-run")["checked"] is False
+    assert execute(both, "SELECT body FROM pillarbox_requests") == []
+    assert "was not held against the class of the event: MODULE:BOX does that" in pillarbox(*edit, "--dry-run").stdout
+    body.write_text('{"total":2}')
+    done = pillarbox.json(*edit, "shop:box")
+    assert (done["checked"], done["audit"]) == (True, 1)
+
+
+SHOP = """
+from pillarbox import IntegrationEvent, Pillarbox
+
+class OrderPlaced(IntegrationEvent, name="orders.order.placed"):
+    total: int
+
+    def __post_init__(self):
+        if self.total < 0:
+            raise ValueError("less than nothing")
+
+box = Pillarbox()
+"""
 
 
 @on_sqlite

@@ -497,6 +497,33 @@ async def test_whatever_strangers_write_can_be_spilled(box: Pillarbox, broker: M
     assert [letter.message.body for letter in await dead_letters(box)] == [b"not json"]
 
 
+@pytest.mark.dialects
+async def test_what_strangers_have_written_can_be_edited(box: Pillarbox, broker: MemoryTransport) -> None:
+    key, headers = "a\0b", {"note": "x\0y"}
+    consumer = answering(box)
+    contexts: list[MessageContext] = []
+
+    @consumer.on(Asked)
+    async def refuse(event: Asked, context: MessageContext) -> None:
+        contexts.append(context)
+        if event.number < 0:
+            raise Reject("less than nothing")
+
+    [asked] = await ask(box, ("a", 0))
+    [sent] = broker.sent(TOPIC)
+    strange = {**sent.headers, **headers, "event_id": str(event_id := uuid4())}
+    await broker.send("a stranger", [Message(TOPIC, key, b'{"subject": "s", "number": -1}', strange)])
+    await consumer.drain()
+    assert len(await dead_letters(box)) == 1
+    await edit(box, event_id, b'{"subject": "s", "number": 7}')
+    await consumer.drain()
+    assert of("s", await effects(box)) == [7]
+    assert await dead_letters(box) == []
+    last = contexts[-1]
+    assert (last.event_id, last.key, last.headers["note"]) == (event_id, key, headers["note"])
+    assert last.event_id != asked.event_id
+
+
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 

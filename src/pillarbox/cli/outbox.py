@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from uuid import UUID
@@ -21,13 +21,16 @@ import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
+from ..app import Pillarbox
 from ..codecs.json import parse_object
+from ..consumers.spilling import with_body, work_of
 from ..outbox import Direction, Status
 from ..settings import Settings
 from ..stores import inspection, operations
 from ..stores.inspection import ANY_CONSUMER, AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Run, Selection
 from ..stores.trail import Author
+from ..transport import Message
 from .arguments import (
     MAX_ID,
     Whole,
@@ -48,6 +51,7 @@ from .identity import command as new_install_id
 from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
+from .serving import load_box
 from .why import edited
 
 _PORTION = 500
@@ -139,10 +143,31 @@ def _listed(deliveries: list[Summary]) -> str:
 @options
 def show(config: Path | None, as_json: bool, event_id: UUID, payload: bool) -> None:
     """Show all deliveries of one event."""
-    found = run(ask(load_settings(config), lambda it: _deliveries_of(it, event_id, payload=payload)))
+    found = run(ask(load_settings(config), lambda it: _shown(it, event_id, payload=payload)))
     described = [{name: value for name, value in asdict(it).items() if payload or name != "payload"} for it in found]
     text = "\n\n".join(_described(it, payload=payload) for it in found)
     emit({"event_id": event_id, "deliveries": described}, text, as_json=as_json)
+
+
+def _shown(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
+    found = _deliveries_of(connection, event_id, payload=payload)
+    return [_opened(connection, it) for it in found] if payload else found
+
+
+def _opened(connection: Connection, delivery: Details) -> Details:
+    """The view sees no JSON in a message that is stored as one binary."""
+    row = _row(connection, delivery)
+    message = work_of(row).message
+    if delivery.payload is not None or message.body == row.body:
+        return delivery
+    ours = {name: value for name, value in row.headers.items() if name not in message.headers}
+    text = message.body.decode(errors="backslashreplace")
+    return replace(delivery, headers={**message.headers, **ours}, payload=text)
+
+
+def _row(connection: Connection, delivery: Details) -> Message:
+    """A delivery, as it stands in its lane."""
+    return Message(delivery.topic, delivery.key, inspection.body_of(connection, delivery), delivery.headers)
 
 
 def _deliveries_of(connection: Connection, event_id: UUID, *, payload: bool = False) -> list[Details]:
@@ -385,6 +410,7 @@ def _waits(route: str) -> str:
 
 @command.command()
 @click.argument("event_id", type=click.UUID)
+@click.argument("box", required=False, metavar="[MODULE:BOX]")
 @click.option("--route", metavar="NAME", callback=check_text, help="Needed if several of its deliveries have failed.")
 @click.option("--body", type=click.File("rb"), required=True, metavar="FILE", help="The new body; - is standard input.")
 @signed
@@ -394,6 +420,7 @@ def edit(
     as_json: bool,
     event_id: UUID,
     *,
+    box: str | None,
     route: str | None,
     body: BinaryIO,
     author: Author,
@@ -401,29 +428,36 @@ def edit(
 ) -> None:
     """Have another body sent in place of one that failed, as a new event that names the old one.
 
-    What waits for a consumer stays the event that it is. The old body is kept in the audit trail. --reason is required.
+    With MODULE:BOX, a Pillarbox in your code, the new body must make an event of its class. What waits for a consumer
+    stays the event that it is. The old body is kept in the audit trail. --reason is required.
     """
     need_reason(author, "why the body is changed")
-    settings = load_settings(config)
-    delivery, old = run(ask(settings, lambda it: _editable(it, event_id, route)))
+    settings, loaded = load_settings(config), None if box is None else load_box(box)
+    delivery, row = run(ask(settings, lambda it: _editable(it, event_id, route)))
     new_id = delivery.event_id if delivery.direction is Direction.INBOUND else clock.new_id()
-    new = _checked(body.read(), old, delivery, new_id)
+    old = work_of(row).message
+    new = _checked(body.read(), old, in_body=None if new_id == delivery.event_id else new_id)
+    if loaded is not None:
+        _check_class(loaded, msgspec.structs.replace(old, body=new))
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
-    report |= {"bytes": len(new), "audit": None, "unserved": [], "dry_run": dry_run}
+    report |= {"bytes": len(new), "checked": box is not None, "audit": None, "unserved": [], "dry_run": dry_run}
     if not dry_run:
-        entry, unserved = run(
-            change(settings, lambda it: _edit(it, delivery, author, old=old, new=new, event_id=new_id))
-        )
+        bodies = {"old": old.body, "new": with_body(row, new)}
+        entry, unserved = run(change(settings, lambda it: _edit(it, delivery, author, event_id=new_id, **bodies)))
         report |= {"audit": entry, "unserved": unserved}
     said = "the new body can be sent"
     if not dry_run:
         goes_on = "" if new_id == delivery.event_id else f", to go on as event {new_id}"
         said = f"asked for{goes_on}, audit entry {report['audit']}"
-    emit(report, "\n".join([f"edit: {said}", *map(_waits, report["unserved"])]), as_json=as_json)
+    lines = [f"edit: {said}", *([] if box else [_UNCHECKED]), *map(_waits, report["unserved"])]
+    emit(report, "\n".join(lines), as_json=as_json)
 
 
-def _editable(connection: Connection, event_id: UUID, route: str | None) -> tuple[Details, bytes]:
-    """The one failed delivery that is meant."""
+_UNCHECKED = "the body was not held against the class of the event: MODULE:BOX does that"
+
+
+def _editable(connection: Connection, event_id: UUID, route: str | None) -> tuple[Details, Message]:
+    """The one failed delivery that is meant, and how it stands in its lane."""
     found = _deliveries_of(connection, event_id)
     meant = [it for it in found if it.route is not None and route in (None, it.route)]
     failed = [it for it in meant if it.status in ELIGIBLE[Action.EDIT] and not inspection.took_effect(connection, it)]
@@ -435,7 +469,7 @@ def _editable(connection: Connection, event_id: UUID, route: str | None) -> tupl
     if len(failed) > 1:
         names = " or ".join(repr(it.route) for it in failed)
         raise CommandError(f"several deliveries of event {event_id} have failed: say --route {names}", Exit.USAGE)
-    return failed[0], inspection.body_of(connection, failed[0])
+    return failed[0], _row(connection, failed[0])
 
 
 def _edit(connection: Connection, delivery: Details, author: Author, **bodies: Any) -> tuple[int, list[str]]:
@@ -445,12 +479,21 @@ def _edit(connection: Connection, delivery: Details, author: Author, **bodies: A
     return entry, operations.unserved_requests(connection, Run(audit=entry))
 
 
-def _checked(new: bytes, old: bytes, delivery: Details, event_id: UUID) -> bytes:
-    """The body as it will be sent."""
-    if check_body(new, old, delivery.content_type or "", delivery.headers) is None or event_id == delivery.event_id:
+def _checked(new: bytes, old: Message, *, in_body: UUID | None) -> bytes:
+    """The body as it will be sent. Some formats keep the identity there: with the old one, consumers would take a new
+    event for a duplicate.
+    """
+    if check_body(new, old) is None or in_body is None:
         return new
-    # There the identity is part of the body: with the old one, consumers would take it for a duplicate.
-    return msgspec.json.encode(parse_object(new) | {"id": str(event_id)})
+    return msgspec.json.encode(parse_object(new) | {"id": str(in_body)})
+
+
+def _check_class(box: Pillarbox, message: Message) -> None:
+    try:
+        box.decode(message)
+    except Exception as error:  # by code of the event's own class, too
+        name = message.headers.get("event_type", "event")
+        raise CommandError(f"the body makes no {name}: {type(error).__name__}: {error}", Exit.PROBLEM) from None
 
 
 from . import retention  # noqa: E402, F401  it adds its commands to ours, and needs what is above

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 from uuid import UUID
 
+from msgspec import structs
 from sqlalchemy import Connection, StaticPool, exists, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -449,7 +450,8 @@ def _decisions(amended: Sequence[claims.Amended]) -> dict[Place, dict[bytes, _De
         if work.claim is not None:
             # What could not be read, or came with another body, is no decision about other forms of its event.
             form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
-            decision = _Decision((tenant, work.claim.inbox_id), body)
+            as_edited = None if body is None else work_of(structs.replace(message, body=body)).message.body
+            decision = _Decision((tenant, work.claim.inbox_id), as_edited)
             found.setdefault((work.tenant, named_event(work.message)), {})[form] = decision
     return found
 
