@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from pillarbox import (
@@ -1275,3 +1275,26 @@ async def test_what_cannot_work_is_refused_at_once(box: Pillarbox) -> None:
     silent = box.consumer("four", source="broker", topics=["t"])
     with pytest.raises(ConfigurationError, match="has no handler"):
         await silent.drain()
+
+
+async def test_housekeeping_that_fails_is_told_of_once_for_each_outage(
+    box: Pillarbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = answering(box)
+    await consumer.register()
+    for _ in range(2):
+        await rename(box, "pillarbox_consumers", "elsewhere")
+        await consumer._note()
+        await consumer._note()
+        await rename(box, "elsewhere", "pillarbox_consumers")
+        await consumer._note()
+        await consumer._note()
+    lines = [record.getMessage() for record in caplog.records if "prune" in record.getMessage()]
+    assert [line.endswith("again") for line in lines] == [False, True, False, True]
+    assert "consumer answers cannot store its position or prune its inbox" in lines[0]
+    assert "pillarbox_consumers" in lines[0]
+
+
+async def rename(box: Pillarbox, old: str, new: str) -> None:
+    async with box.engine.begin() as connection:
+        await connection.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))

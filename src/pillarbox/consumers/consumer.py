@@ -371,7 +371,9 @@ class Consumer:
                 if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
                     break
         except Exception as error:
-            logger.debug("consumer %s: not all was noted: %s", self.name, redacted(str(error)))
+            self._report.not_noted(redacted(f"{type(error).__name__}: {error}"))
+        else:
+            self._report.noted()
 
     def _prune(self, connection: Connection) -> int:
         number = self.identify(connection)

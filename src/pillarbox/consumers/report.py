@@ -77,6 +77,7 @@ class ConsumerReport:
         self._consumer = consumer
         self._labels = (consumer,)
         self._lines = _Lines()
+        self._keeps_house = True
         self._signals = signals
 
     def begins(self) -> None:
@@ -169,6 +170,21 @@ class ConsumerReport:
                 "consumer %s: %d messages cannot be spilled now, and wait: %s%s",
                 *(self._consumer, number, reason, _and_others(times)),
             )
+
+    def not_noted(self, reason: str) -> None:
+        """It cannot store how far it has come, or prune its inbox: a line for each outage."""
+        if self._keeps_house:
+            logger.warning(
+                "consumer %s cannot store its position or prune its inbox, and tries again every few seconds: %s",
+                *(self._consumer, reason),
+            )
+        self._keeps_house = False
+
+    def noted(self) -> None:
+        """It has done both."""
+        if not self._keeps_house:
+            logger.warning("consumer %s stores its position and prunes its inbox again", self._consumer)
+        self._keeps_house = True
 
     def away(self, reason: str) -> None:
         """The source is unavailable."""
