@@ -281,6 +281,17 @@ class Rereads(Protocol):
 
 
 @runtime_checkable
+class Unsubscribes(Protocol):
+    """A subscriber that can remove a group from its broker, which keeps messages for it as long as it is there."""
+
+    async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
+        """Remove the group from these topics. One that is not there is fine. An `OSError` says why it is left: the
+        broker is unavailable, or the group has a member.
+        """
+        ...
+
+
+@runtime_checkable
 class Respells(Protocol):
     """A subscriber whose broker knows a topic by several names."""
 

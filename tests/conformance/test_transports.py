@@ -106,6 +106,17 @@ class TestMemoryAsATestDouble:
         broker.stop_rejecting()
         assert (await broker.send("producer", sent[2:4])).accepted == [0, 1]
 
+    async def test_a_group_that_was_removed_begins_anew(self, broker: MemoryTransport) -> None:
+        await broker.send("producer", messages("orders", "ab"))
+        member = await broker.subscribe(["orders"], "group")
+        await member.ack(await member.receive(2))
+        with pytest.raises(ConnectionError, match="has a member"):
+            await broker.unsubscribe(["orders"], "group")
+        for _ in range(2):
+            await member.close()
+            await broker.unsubscribe(["orders"], "group")
+        assert len(await (await broker.subscribe(["orders"], "group")).receive(2)) == 2
+
     async def test_faults_are_told_apart(self, broker: MemoryTransport) -> None:
         broker.go_away()
         assert (await broker.send("producer", messages("orders", "a"))).unfinished is Verdict.UNAVAILABLE

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import IntegrationEvent, Pillarbox
 from pillarbox.cli.output import Exit
+from pillarbox.outbox import stable_hash
 from tests.e2e import test_cli
 from tests.e2e.test_cli import CommandLine, checks, execute, on_postgres, on_sqlite
 from tests.servers import Database, wait_until
@@ -43,6 +44,11 @@ class Paid(IntegrationEvent, name="tests.consume.paid"):
 class Forgetful(MemoryTransport):
     async def redelivery(self, topics):
         return 7 * 86_400.0
+
+    async def unsubscribe(self, topics, group):
+        if Path("member").exists():
+            raise ConnectionError("the group has a member")
+        Path("unsubscribed").write_text(f"{group} {topics}")
 
 
 class Broken:
@@ -241,6 +247,74 @@ class TestConsumers:
         lines = pillarbox("consumers", "list").stdout.splitlines()
         assert lines[0].split()[:4] == ["NAME", "KIND", "SOURCE", "TOPICS"]
         assert lines[2].split()[:5] == ["stock", "handlers", "broker", "goods,", "parts"]
+
+    def test_what_was_killed_before_it_could_report_is_counted_by_the_inbox(
+        self, pillarbox: CommandLine, shop: Database
+    ) -> None:
+        publish(shop, *range(20))
+        process = pillarbox.start("consume", "shop:box", "bills", "--json")
+        wait_until(lambda: len(notes(pillarbox)) == 40, "all events to be handled")
+        handled = "SELECT COUNT(*) FROM pillarbox_inbox"
+        wait_until(lambda: execute(shop, handled) == [(20,)], "all effects to be committed")
+        process.kill()
+        process.communicate(timeout=60)
+        [bills] = pillarbox.json("consumers", "list", "--exact")["consumers"]
+        assert bills["handled"] < 20  # it had no time to say so
+        assert (bills["settled"], bills["waiting"]) == (20, 0)
+        pillarbox.json("consume", "shop:box", "bills", "--drain")
+        [bills] = pillarbox.json("consumers", "list", "--exact")["consumers"]
+        assert bills["settled"] == 20
+        [bills] = pillarbox.json("consumers", "list")["consumers"]
+        assert bills["settled"] is None
+        assert pillarbox("consumers", "list", "--exact").stdout.splitlines()[0].split()[4:8] == [
+            *("GENERATION", "HANDLED", "SETTLED", "WAITING")
+        ]
+
+
+class TestForget:
+    def test_a_consumer_that_is_gone(self, pillarbox: CommandLine, shop: Database) -> None:
+        publish(shop, 1, 2, -3)
+        pillarbox("consume", "shop:box", "--drain")
+        forget = ("consumers", "forget", "bills", "--reason", "bills are written elsewhere")
+        assert "was seen" in pillarbox.complaint(*forget, "--yes", code=Exit.PROBLEM)
+        execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
+        assert "messages wait for bills (1, " in pillarbox.complaint(*forget, "--yes", code=Exit.PROBLEM)
+        forget = (*forget, "--discard")
+        said = pillarbox(*forget, "--dry-run").stdout
+        assert said == "forget bills: 2 rows of its inbox, 3 deliveries (1 message discarded) would be removed\n"
+        assert "say --yes" in pillarbox.complaint(*forget, code=Exit.USAGE)
+        assert execute(shop, "SELECT COUNT(*) FROM pillarbox_inbox") == [(2,)]
+        done = pillarbox.json(*forget, "--yes")
+        assert (done["inbox"], done["deliveries"], done["waiting"], done["finished"]) == (2, 3, 1, True)
+        assert done["subscription"] is None
+        assert execute(shop, "SELECT COUNT(*) FROM pillarbox_inbox") == [(0,)]
+        assert [it["name"] for it in pillarbox.json("consumers", "list")["consumers"]] == ["stock"]
+        (entry,) = pillarbox.json("outbox", "audit")["entries"]
+        assert (entry["id"], entry["action"], entry["target"]) == (done["audit"], "forget", "consumer bills")
+        assert (entry["details"]["inbox"], entry["details"]["finished"]) == (2, True)
+        assert "there is no consumer 'bills'" in pillarbox.complaint(*forget, "--yes", code=Exit.PROBLEM)
+
+    @on_sqlite
+    def test_its_subscription(self, pillarbox: CommandLine, shop: Database) -> None:
+        pillarbox("consume", "shop:box", "stock", "--drain")
+        execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
+        columns = "on_failure, retry_base, retry_cap, retry_attempts, shard_by, updated_at"
+        copies = f"INSERT INTO pillarbox_routes (id, name, destination, topic, {columns}) VALUES "
+        copies += "(:id, 'dlq:stock', 'broker', 'stock.dlq', 'skip', 1, 1, 1, 'key', :at)"
+        execute(shop, copies, id=stable_hash("dlq:stock"), at="2001-01-01 00:00:00")
+        forget = ("consumers", "forget", "stock", "--yes")
+        alone = pillarbox.json(*forget, "--dry-run")
+        assert (alone["subscription"], alone["dead_letter_topics"]) == ("left", ["goods.dlq", "parts.dlq"])
+        assert "the subscription 'stock' to goods, parts at broker is left" in pillarbox(*forget, "--dry-run").stdout
+        said = pillarbox.complaint(*forget, "shop:empty", code=Exit.USAGE)
+        assert "cannot be removed: shop:empty has no transport 'broker'; leave out shop:empty" in said
+        (pillarbox.folder / "member").touch()
+        said = pillarbox.complaint(*forget, "shop", code=Exit.UNREACHABLE)
+        assert said == "error: nothing was forgotten: the group has a member"
+        (pillarbox.folder / "member").unlink()
+        done = pillarbox.json(*forget, "shop")
+        assert (done["subscription"], done["finished"]) == ("removed", True)
+        assert (pillarbox.folder / "unsubscribed").read_text() == "stock ('goods', 'parts')"
 
 
 class TestDoctor:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from uuid import UUID, uuid4
 
 import msgspec
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import Connection, create_engine, insert
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox import clock
 from pillarbox.cli.output import Exit
+from pillarbox.inbox import consumer_id
 from pillarbox.outbox import INBOUND, INBOX_DESTINATION, Batch, Delivery, Failure, RouteRecord
 from pillarbox.stores import sqlite, store_on
 from pillarbox.stores.tables import claims
@@ -198,3 +201,37 @@ def test_doctor_names_claims_without_a_delivery(pillarbox: CommandLine, both: Da
     execute(both, "DELETE FROM pillarbox_inbound WHERE status = 'PENDING'")
     check = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["claims"]
     assert check["found"] == "2 claims of 1 without a delivery in pillarbox_inbound: somebody deleted rows"
+
+
+def test_doctor_names_consumers_that_are_away_while_messages_wait(pillarbox: CommandLine, both: Database) -> None:
+    consumer = "(:id, 'billing', 'handlers', 'broker', '[]', :at)"
+    execute(
+        both,
+        f"INSERT INTO pillarbox_consumers (id, name, kind, source, topics, updated_at) VALUES {consumer}",
+        id=consumer_id("billing"),
+        at="2001-01-01 00:00:00",
+    )
+    execute(both, "UPDATE pillarbox_claims SET consumer = :id", id=consumer_id("billing"))
+    found = checks(pillarbox.json("doctor"))
+    assert (found["consumers"]["state"], found["consumers"]["found"].partition(" ago, ")[2]) == (
+        "warning",
+        "and 3 messages that came in wait for it",
+    )
+    assert found["consumers"]["remedy"].endswith("or `pillarbox consumers forget billing`")
+    rows = 9_999
+    with open_connection(both) as connection:
+        values = {"consumer": consumer_id("billing"), "line": 2, "tenant": "acme", "gate": False}
+        connection.execute(insert(claims), [{**values, "inbox_id": uuid4(), "delivery": uuid4()} for _ in range(rows)])
+    assert "waiting" not in checks(pillarbox.json("doctor", code=Exit.PROBLEM))
+    with open_connection(both) as connection:
+        connection.execute(insert(claims).values({**values, "inbox_id": uuid4(), "delivery": uuid4()}))
+    found = checks(pillarbox.json("doctor", code=Exit.PROBLEM))
+    assert found["waiting"]["found"] == "10,000 messages of tenant 'acme' wait for billing in its lanes"
+
+
+@contextmanager
+def open_connection(database: Database) -> Iterator[Connection]:
+    engine = create_engine(database.url(database.server.drivers[-1]))
+    with engine.begin() as connection:
+        yield connection
+    engine.dispose()

@@ -529,6 +529,38 @@ async def subscriptions(pulsar: Pulsar, topic: str) -> list[str]:
         return found
 
 
+class TestUnsubscribe:
+    @pytest.mark.parametrize("kind", ["key_shared", "failover"])
+    @pytest.mark.parametrize("partitions", [0, 3])
+    async def test_a_group_without_members_is_removed_from_its_topics_and_no_other_group(
+        self, pulsar: Pulsar, publisher: PulsarTransport, kind: Any, partitions: int
+    ) -> None:
+        topic, group = new_topic(), uuid4().hex
+        if partitions:
+            await make_partitioned(pulsar, topic, partitions)
+        transport = PulsarTransport(pulsar.url, guarantee="at_least_once", subscription=kind)
+        member, other = await transport.subscribe([topic], group), await transport.subscribe([topic], "other")
+        await publish(publisher, messages(topic, "abc"))
+        with pytest.raises(ConnectionError, match=f"group '{group}' is left"):
+            await transport.unsubscribe([topic], group)
+        assert {*await subscriptions(pulsar, topic)} == {group, "other"}
+        await member.close()
+        for _ in range(2):  # one that is not there is fine
+            await transport.unsubscribe([topic], group)
+            assert await subscriptions(pulsar, topic) == ["other"]
+        await other.close()
+
+    async def test_the_topics_of_a_template(self, pulsar: Pulsar, publisher: PulsarTransport) -> None:
+        unique, group = uuid4().hex, uuid4().hex
+        topics = [f"t-{unique}-{tenant}" for tenant in ("acme", "globex")]
+        await publish(publisher, [each for topic in topics for each in messages(topic, "a")])
+        subscriber = PulsarSubscriber(pulsar.url)
+        await (await subscriber.subscribe([f"t-{unique}-{{tenant}}"], group)).close()
+        assert [await subscriptions(pulsar, topic) for topic in topics] == [[group], [group]]
+        await subscriber.unsubscribe([f"t-{unique}-{{tenant}}"], group)
+        assert [await subscriptions(pulsar, topic) for topic in topics] == [[], []]
+
+
 class TestReread:
     @pytest.mark.parametrize("partitions", [0, 3])
     async def test_all_that_is_stored_when_it_is_asked_and_then_what_came_since(

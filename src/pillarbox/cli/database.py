@@ -7,8 +7,8 @@ import logging
 import signal
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +58,28 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run(until_told())
     except asyncio.CancelledError:
         raise CommandError("terminated", Exit.TERMINATED) from None
+
+
+@contextmanager
+def signals() -> Iterator[asyncio.Future[Exit]]:
+    """Done when SIGINT or SIGTERM has come, so that no portion is torn apart. The second one is taken at its word."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    told: asyncio.Future[Exit] = loop.create_future()
+
+    def tell(code: Exit) -> None:
+        if not told.done():
+            told.set_result(code)
+        elif task is not None:
+            task.cancel()
+
+    numbers = {} if sys.platform == "win32" else {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
+    for each, code in numbers.items():
+        loop.add_signal_handler(each, tell, code)
+    try:
+        yield told
+    finally:
+        for each in numbers:
+            loop.remove_signal_handler(each)
 
 
 async def ask(settings: Settings, question: Callable[[Connection], _T]) -> _T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,6 @@ from ..rejections import REJECTS_EVERYTHING
 from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
 from ..stores import claims, inspection, origin, overview, partitions, server
-from ..stores.columns import from_now
 from ..stores.dead_letters import count_dead_letters
 from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group
@@ -47,6 +46,7 @@ _ENCODINGS = {
     "character_set_connection": "utf8mb4",
     "encoding": "UTF-8",
 }
+_MANY = 10_000  # messages of a tenant that wait for a consumer, which are worth a warning
 _LONG = 300.0  # seconds after which a pending delivery is worth a warning
 
 
@@ -326,18 +326,37 @@ def _slots(connection: Connection) -> Iterator[Check]:
 
 
 def _consumers(connection: Connection) -> Iterator[Check]:
-    """Consumers that were ever registered. Nothing is said where there are none."""
-    now = connection.execute(select(from_now())).scalar_one()
+    """Consumers that were ever registered, and what waits for each. Nothing is said where there are none."""
+    now = inspection.database_time(connection)
+    waiting: dict[str, dict[str | None, int]] = {}
+    for it in claims.waiting(connection):
+        waiting.setdefault(it.consumer, {})[it.tenant] = it.messages
     for consumer in registered(connection):
         waited = (now - (consumer.seen_at or consumer.updated_at)).total_seconds()
+        tenants = waiting.get(consumer.name, {})
         if waited < _LONG:
             yield Check("consumers", State.OK, f"{consumer.name} was seen {age(max(0.0, waited))} ago")
         else:
             what = "was last seen" if consumer.seen_at else "has never run; it was registered"
-            remedy = (
-                f"start it: `pillarbox consume MODULE:BOX {quote(consumer.name)}`; or delete its row if it is no more"
-            )
-            yield Check("consumers", State.WARNING, f"{consumer.name} {what} {age(waited)} ago", remedy)
+            what = f"{consumer.name} {what} {age(waited)} ago"
+            if tenants:
+                what += f", and {number(sum(tenants.values()), 'message')} that came in wait for it"
+            name = quote(consumer.name)
+            remedy = f"start it: `pillarbox consume MODULE:BOX {name}`; or `pillarbox consumers forget {name}`"
+            yield Check("consumers", State.WARNING, what, remedy)
+        yield from _waiting(consumer.name, tenants)
+
+
+def _waiting(consumer: str, tenants: Mapping[str | None, int]) -> Iterator[Check]:
+    """Tenants of which a consumer has put aside very much."""
+    for tenant, count in sorted(tenants.items(), key=lambda it: -it[1]):
+        if count < _MANY:
+            return
+        of = "" if tenant is None else f" of tenant {tenant!r}"
+        remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`, also with --state RETRYING, and its log"
+        yield Check(
+            "waiting", State.WARNING, f"{number(count, 'message')}{of} wait for {consumer} in its lanes", remedy
+        )
 
 
 def _claims(connection: Connection) -> Iterator[Check]:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -46,7 +43,7 @@ from .arguments import (
     together,
 )
 from .bodies import check_body
-from .database import ask, change, changing, load_settings, run
+from .database import ask, change, changing, load_settings, run, signals
 from .identity import command as new_install_id
 from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
@@ -363,28 +360,6 @@ async def _run(
     left = total - progress.requested if code else 0
     done = {"requested": progress.requested, "left": left, "unserved": unserved, "audit": progress.audit}
     return done, code
-
-
-@contextmanager
-def signals() -> Iterator[asyncio.Future[Exit]]:
-    """Done when SIGINT or SIGTERM has come, so that no portion is torn apart. The second one is taken at its word."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    told: asyncio.Future[Exit] = loop.create_future()
-
-    def tell(code: Exit) -> None:
-        if not told.done():
-            told.set_result(code)
-        elif task is not None:
-            task.cancel()
-
-    numbers = {} if sys.platform == "win32" else {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
-    for each, code in numbers.items():
-        loop.add_signal_handler(each, tell, code)
-    try:
-        yield told
-    finally:
-        for each in numbers:
-            loop.remove_signal_handler(each)
 
 
 def _told(report: dict[str, Any]) -> str:

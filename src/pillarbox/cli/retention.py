@@ -33,8 +33,8 @@ from ..stores.retention import Page, Position, Scope, Stretch
 from ..stores.trail import Author, note
 from . import partitions
 from .arguments import Number, Whole, check_text, confirm, confirmed, options, signed, together
-from .database import ask, change, changing, load_settings, run
-from .outbox import command, duration, signals
+from .database import ask, change, changing, load_settings, run, signals
+from .outbox import command, duration
 from .output import CommandError, Exit, emit, number
 
 _TRIES = 5

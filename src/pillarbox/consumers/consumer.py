@@ -104,7 +104,7 @@ class Consumer:
         self.topics = [*topics]
         self.effects = effects
         self._home = home
-        self._subscriber = subscriber
+        self.subscriber = subscriber
         self._inbox = inbox
         self.terms = terms
         self._report = ConsumerReport(name, home.signals)
@@ -256,9 +256,9 @@ class Consumer:
 
     async def redelivery(self) -> float | None:
         """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
-        if not isinstance(self._subscriber, Redelivers):
+        if not isinstance(self.subscriber, Redelivers):
             return None
-        return await self._subscriber.redelivery(self.topics)
+        return await self.subscriber.redelivery(self.topics)
 
     @property
     def alive(self) -> bool:

@@ -44,7 +44,7 @@ class ProjectionConsumer(Consumer):
             reader=self._reader,
             source=self.source,
             topics=self.topics,
-            subscriber=self._subscriber,
+            subscriber=self.subscriber,
             inbox=self._inbox,
             progress=progress,
         )

@@ -114,6 +114,22 @@ class Claims:
         return found
 
 
+class Waiting(NamedTuple):
+    """How much waits for a consumer, of one tenant."""
+
+    consumer: str
+    tenant: str | None
+    messages: int
+
+
+def waiting(connection: Connection) -> list[Waiting]:
+    """What waits for consumers, dead letters included."""
+    names = dict(connection.execute(select(consumers.c.id, consumers.c.name)).all())
+    of = (claims.c.consumer, claims.c.tenant)
+    found = connection.execute(select(*of, func.count()).group_by(*of).order_by(*of))
+    return [Waiting(names.get(consumer, str(consumer)), tenant or None, count) for consumer, tenant, count in found]
+
+
 def without_delivery(connection: Connection) -> dict[str, int]:
     """Claims that nothing will ever end, by their consumers."""
     name = func.coalesce(consumers.c.name, cast(claims.c.consumer, String))

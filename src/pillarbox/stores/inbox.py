@@ -15,11 +15,11 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, and_, bindparam, delete, insert, select, text, update
+from sqlalchemy import Connection, and_, bindparam, delete, exists, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..errors import StoreError
-from ..inbox import Admission, Admitted, Arrival, Claim, Spill
+from ..inbox import Admission, Admitted, Arrival, Claim, Spill, consumer_id
 from ..outbox import stable_hash
 from .append import explained, insert_missing
 from .columns import from_now
@@ -320,7 +320,8 @@ class ConsumerRecord(msgspec.Struct, frozen=True):
     topics: tuple[str, ...]
     generation: int
     handled: int
-    """All messages that have ever taken effect, those that waited in a lane included."""
+    """About how many messages have ever taken effect, as processes have reported every few seconds: one that is killed
+    takes with it what it has not reported."""
     last_event_id: UUID | None
     last_occurred_at: datetime | None
     lag: float | None
@@ -367,10 +368,18 @@ def report_position(
     connection.execute(update(table).where(table.c.id == stable_hash(name)).values(values))
 
 
-def count_handled(connection: Connection, name: str, handled: int) -> None:
-    """So many messages more were dealt with, elsewhere than in a process that runs the consumer."""
-    table = consumers_table
-    connection.execute(update(table).where(table.c.id == stable_hash(name)).values(handled=table.c.handled + handled))
+def count_settled(connection: Connection, consumer: ConsumerRecord) -> int:
+    """How many messages the inbox remembers that do not wait: they have taken effect, or a person has discarded them.
+    Reads all of it. What could not be read is left out: once it can, the inbox knows its event, too.
+    """
+    waits = exists().where(
+        claims_table.c.consumer == stable_hash(consumer.name),
+        claims_table.c.inbox_id == inbox.c.event_id,
+        claims_table.c.tenant == inbox.c.tenant,
+    )
+    number = consumer_id(consumer.name, consumer.generation)
+    known = select(func.count()).select_from(inbox).where(inbox.c.consumer == number, inbox.c.schema_version > 0)
+    return connection.scalar(known.where(~waits)) or 0
 
 
 def consumers(connection: Connection) -> list[ConsumerRecord]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,6 +33,8 @@ class MemoryTransport:
         self._topics: defaultdict[str, list[Message]] = defaultdict(list)
         self._highest: dict[tuple[str, str], int] = {}
         self._groups: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
+        self._members: Counter[str] = Counter()
+        """How many subscriptions each group has."""
         self._refusals: list[tuple[Callable[[Message], bool], str]] = []
         self._answers_to_lose = 0
         self._away = False
@@ -165,6 +167,14 @@ class MemoryTransport:
         subscription.backlog()  # a group is there from now on
         return subscription
 
+    async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
+        """Remove a group, with what it has not acknowledged."""
+        self._check()
+        if self._members[group]:
+            raise ConnectionError(f"group {group!r} has a member")
+        for name in self._named(topics):
+            self._groups[name].pop(group, None)
+
     async def reread(self, topics: Sequence[str]) -> MemoryHistory:
         """Read all that was ever sent to these topics, or to those that look like a template."""
         self._check()
@@ -248,6 +258,7 @@ class MemorySubscription:
         self._names = [*topics]
         self._group = group
         self._closed = False
+        broker._members[group] += 1
 
     @property
     def _topics(self) -> list[_Open]:
@@ -275,6 +286,8 @@ class MemorySubscription:
         return None if self._broker._away else sum(map(len, self._topics))
 
     async def close(self) -> None:
+        if not self._closed:
+            self._broker._members[self._group] -= 1
         self._closed = True
         _take_back(self._topics, self)
         self._broker._wake()

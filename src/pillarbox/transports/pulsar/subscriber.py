@@ -142,6 +142,16 @@ class PulsarSubscriber:
             raise
         return subscription
 
+    async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
+        """Remove a group from these topics. A member that is elsewhere keeps it there."""
+        subscription = await self.subscribe(topics, group)
+        try:
+            await subscription.unsubscribe()
+        except self._pulsar.PulsarException as error:
+            raise ConnectionError(f"group {group!r} is left at {self._url}: {said(error)}") from None
+        finally:
+            await subscription.close()
+
     def _finder(self, templates: Sequence[str]) -> TopicFinder:
         client = Client(self._url, self._credentials, self._tls, timeout=_TIMEOUT, keep_alive=_KEEP_ALIVE)
         admin = None
@@ -246,6 +256,11 @@ class PulsarSubscription:
             self._change.set()
             self._room.close()
         await asyncio.shield(self._closing)
+
+    async def unsubscribe(self) -> None:
+        """Remove the group from all topics that were joined."""
+        for consumer in self._consumers.values():
+            await asyncio.to_thread(consumer.of_client.unsubscribe)
 
     # -- topics --------------------------------------------------------------------------------------------------------
 

@@ -409,6 +409,10 @@ class PulsarTransport:
         """Receive from the same cluster. `PulsarSubscriber` can do more."""
         return await PulsarSubscriber(**self._reading).subscribe(topics, group)
 
+    async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
+        """See `PulsarSubscriber.unsubscribe`."""
+        await PulsarSubscriber(**self._reading).unsubscribe(topics, group)
+
     async def reread(self, topics: Sequence[str]) -> PulsarHistory:
         """See `PulsarSubscriber.reread`."""
         return await PulsarSubscriber(**self._reading).reread(topics)

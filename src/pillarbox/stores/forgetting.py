@@ -1,0 +1,178 @@
+"""Forgetting a consumer that is gone: what the database has of it is removed, portion by portion.
+
+Each portion is a short transaction, which first sees that no process of the consumer is alive. What names the consumer
+goes last, so a run that was stopped is finished by another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, TextClause, and_, delete, func, select, text
+
+from ..errors import StoreError
+from ..inbox import consumer_id
+from ..outbox import BUS, INBOX_DESTINATION, OUTBOUND, RouteRecord, Status, stable_hash
+from . import inbox as stored
+from .append import route_record
+from .inbox import ConsumerRecord
+from .inspection import VIEWS, database_time
+from .overview import live_relays, route_named
+from .retention import alone, guard
+from .tables import claims, consumers, deliveries, inbox, lanes, routes
+
+AT_ONCE = 5_000
+SEEN_OF_LATE = 15.0
+"""Seconds for which a consumer counts as alive after a process of it has reported how far it has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What the database has of a consumer."""
+
+    record: ConsumerRecord
+    routes: Sequence[RouteRecord]
+    """By which its deliveries come to it, and copies of its dead letters go out."""
+    inbox: int = 0
+    """Rows of its inbox."""
+    deliveries: int = 0
+    waiting: int = 0
+    """Messages that have not taken effect, dead letters among them."""
+
+
+def remains(connection: Connection, name: str) -> Remains:
+    """What there is of a consumer. `StoreError` if there is no such, or if a process of it is alive."""
+    this = _remains(connection, name)
+    numbers = inbox.c.consumer.in_(_numbers(this.record))
+    rows = [_count(connection, deliveries[route.table], _is_of(connection, route)) for route in this.routes]
+    return Remains(
+        this.record,
+        this.routes,
+        inbox=_count(connection, inbox, numbers),
+        deliveries=sum(rows),
+        waiting=_waiting(connection, this),
+    )
+
+
+def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, int] | None:
+    """Remove the next portion: of what, and how many rows; None when all of it has gone, and the consumer with it.
+    `StoreError` if it is alive, or if messages wait for it and nobody says that they may be discarded.
+    """
+    alone(connection)
+    guard(connection)
+    this = _remains(connection, name)
+    if not discard and (count := _waiting(connection, this)):
+        raise StoreError(waits(name, count))
+    for what, statement, values in _portions(connection, this):
+        if gone := connection.execute(statement, {**values, "limit": AT_ONCE}).rowcount:
+            return what, gone
+    for generation in _numbers(this.record):
+        if gone := stored.forget(connection, generation, AT_ONCE):
+            return "inbox", gone
+    for route in this.routes:
+        connection.execute(delete(lanes).where(lanes.c.route == route.id))
+        connection.execute(delete(routes).where(routes.c.id == route.id))
+    connection.execute(delete(consumers).where(consumers.c.id == stable_hash(name)))
+    return None
+
+
+def waits(name: str, count: int) -> str:
+    """Why a consumer is not forgotten."""
+    return (
+        f"messages wait for {name} ({count:,}, dead letters and copies of them that are not sent yet included): start "
+        "it and a relay; or say --discard, and they never take effect"
+    )
+
+
+def _remains(connection: Connection, name: str) -> Remains:
+    found = {each.name: each for each in stored.consumers(connection)}
+    if name not in found:
+        raise StoreError(f"there is no consumer {name!r}: see `pillarbox consumers list`")
+    leading = select(routes).where(routes.c.destination.in_((INBOX_DESTINATION, BUS)), routes.c.topic == name)
+    to_it = [route_record(row._mapping) for row in connection.execute(leading)]
+    to_it = [route for route in to_it if route.topic == name]  # some databases compare text by its meaning
+    copies = route_named(connection, f"dlq:{name}")
+    this = Remains(found[name], to_it if copies is None else [*to_it, copies])
+    _check_gone(connection, this)
+    return this
+
+
+def _check_gone(connection: Connection, this: Remains) -> None:
+    name, names = this.record.name, {route.name for route in this.routes if route.topic == this.record.name}
+    if alive := [relay.name for relay in live_relays(connection) if not names.isdisjoint(relay.routes)]:
+        raise StoreError(f"consumer {name!r} is alive ({', '.join(alive)}): stop it first")
+    seen = this.record.seen_at
+    if seen is not None and (age := (database_time(connection) - seen).total_seconds()) < SEEN_OF_LATE:
+        raise StoreError(
+            f"consumer {name!r} was seen {age:.0f} seconds ago: if its processes have been stopped, say this again "
+            f"{SEEN_OF_LATE - age:.0f} seconds from now"
+        )
+
+
+def _numbers(record: ConsumerRecord) -> list[int]:
+    """Of its generations in the inbox: that of a rebuild that died included."""
+    return [consumer_id(record.name, generation) for generation in range(1, record.generation + 2)]
+
+
+def _waiting(connection: Connection, this: Remains) -> int:
+    """Each message that came in has a claim; a delivery of the outbox waits until it is sent."""
+    count = _count(connection, claims, claims.c.consumer == consumer_id(this.record.name))
+    for route in this.routes:
+        if route.table == OUTBOUND:
+            unsent = VIEWS[route.direction].unsent
+            is_open = and_(unsent.c.route == route.id, unsent.c.status != Status.DISCARDED)
+            count += _count(connection, unsent, is_open)
+    return count
+
+
+def _count(connection: Connection, table: Any, condition: ColumnElement[bool]) -> int:
+    return connection.scalar(select(func.count()).select_from(table).where(condition)) or 0
+
+
+# -- portions ----------------------------------------------------------------------------------------------------------
+
+
+def _is_of(connection: Connection, route: RouteRecord) -> ColumnElement[bool]:
+    rows = deliveries[route.table]
+    of_route = rows.c.route == route.id
+    return and_(of_route, rows.c.status != Status.SENT) if _is_postgres(connection) else of_route
+
+
+def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, TextClause, Mapping[str, Any]]]:
+    """What is removed, and by which statement: first what lets anything take effect."""
+    dialect, postgres = connection.dialect.name, _is_postgres(connection)
+    number = consumer_id(this.record.name)
+    yield (
+        "claims",
+        _delete(dialect, "pillarbox_claims", "consumer, line, inbox_id", "consumer = :consumer"),
+        {"consumer": number},
+    )
+    of_route = "route = :route"
+    for route in this.routes:
+        values = {"route": route.id}
+        yield "requests", _delete(dialect, "pillarbox_requests", "id", of_route), values
+        yield "failures", _delete(dialect, "pillarbox_failures", "route, shard, row_id", of_route), values
+        # There the index of a lane has all rows but those that were restored as history, which are pruned.
+        unsent = f"{of_route} AND status <> 'SENT'" if postgres else of_route
+        yield "deliveries", _delete(dialect, route.table, "id", unsent), values
+        if postgres:
+            yield "journal", _delete(dialect, "pillarbox_journal", "", of_route), values
+
+
+@cache
+def _delete(dialect: str, table: str, key: str, these: str) -> TextClause:
+    """Delete up to ``limit`` of these rows."""
+    # In partitions there may be several rows at one place: the condition holds for all that go.
+    places = f"SELECT ctid FROM {table} WHERE {these} LIMIT :limit"  # noqa: S608  constants
+    found = {
+        "postgresql": f"ctid = ANY (ARRAY({places})) AND {these}",
+        "sqlite": f"({key}) IN (SELECT {key} FROM {table} WHERE {these} LIMIT :limit)",  # noqa: S608  constants
+    }
+    return text(f"DELETE FROM {table} WHERE {found.get(dialect, f'{these} LIMIT :limit')}")  # noqa: S608  constants
+
+
+def _is_postgres(connection: Connection) -> bool:
+    return connection.dialect.name == "postgresql"
