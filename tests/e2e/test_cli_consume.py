@@ -275,11 +275,11 @@ class TestForget:
     def test_a_consumer_that_is_gone(self, pillarbox: CommandLine, shop: Database) -> None:
         publish(shop, 1, 2, -3)
         pillarbox("consume", "shop:box", "--drain")
-        forget = ("consumers", "forget", "bills", "--reason", "bills are written elsewhere")
+        forget: tuple[str, ...] = ("consumers", "forget", "bills", "--reason", "bills are written elsewhere")
         assert "was seen" in pillarbox.complaint(*forget, "--yes", code=Exit.PROBLEM)
         execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
         assert "messages wait for bills (1, " in pillarbox.complaint(*forget, "--yes", code=Exit.PROBLEM)
-        forget = (*forget, "--discard")
+        forget += ("--discard",)
         said = pillarbox(*forget, "--dry-run").stdout
         assert said == "forget bills: 2 rows of its inbox, 3 deliveries (1 message discarded) would be removed\n"
         assert "say --yes" in pillarbox.complaint(*forget, code=Exit.USAGE)

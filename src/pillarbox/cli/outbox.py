@@ -49,7 +49,7 @@ from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
 from .serving import load_box
-from .why import edited
+from .why import edited, handled
 
 _PORTION = 500
 _SAMPLE = 10
@@ -174,9 +174,12 @@ def _deliveries_of(connection: Connection, event_id: UUID, *, payload: bool = Fa
 
 
 def _gone(connection: Connection, event_id: UUID) -> str:
-    """Why the outbox has no event of this id: it was edited, or see `absent`."""
-    edits = [f"event {event_id}, {route}: {it.detail}; {it.remedy}" for route, it in edited(connection, event_id)]
-    return "\n".join(edits) or absent(event_id)
+    """Why there is no delivery to do anything with: it was edited, or dealt with, or see `absent`."""
+    said = [f"event {event_id}, {route}: {it.detail}; {it.remedy}" for route, it in edited(connection, event_id)]
+    found = inspection.deliveries_of(connection, event_id, payload=False)
+    said += [f"event {event_id} is {it.status} for {it.route!r}" for it in found]
+    said += [f"event {event_id}: {dealt}" for _, _, dealt in handled(connection, event_id, {it.route for it in found})]
+    return "\n".join(said) or absent(event_id)
 
 
 def absent(event_id: UUID) -> str:

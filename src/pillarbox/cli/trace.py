@@ -20,6 +20,7 @@ from .arguments import options
 from .database import ask, load_settings, run
 from .outbox import absent
 from .output import CommandError, Exit, emit, number, table
+from .why import handled
 
 RAISED = "raised"
 
@@ -59,11 +60,17 @@ def life(connection: Connection, event_id: UUID) -> list[Step]:
     written: dict[tuple[UUID, str | None], datetime] = {}
     for identity in identities:
         for delivery in inspection.deliveries_of(connection, identity, payload=False):
-            written[identity, delivery.route] = delivery.created_at
+            if (delivery.event_id, delivery.route) in written:
+                continue
+            written[delivery.event_id, delivery.route] = delivery.created_at
+            trail |= {it.id: it for it in inspection.audit_trail(connection, event=delivery.event_id)}
             steps += _steps(delivery)
             steps += _asked(connection, delivery, trail)
             if delivery.status is Status.DISCARDED:
                 trail |= {it.id: it for it in inspection.discarded_by(connection, delivery)}
+    here = {route for _, route in written}
+    for route, at, said in handled(connection, event_id, here):
+        steps.append(Step(at, event_id, route, "handled", said))
     steps += [_done(it, event_id) for it in trail.values()]
 
     def place(step: Step) -> tuple[datetime, bool]:

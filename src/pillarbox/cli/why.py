@@ -6,7 +6,7 @@ person comes before what needs a relay, and that before what only needs time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from .. import clock
 from ..outbox import BUS, INBOX_DESTINATION, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import BUG, HANDLER_BUG, STUMBLED
+from ..stores import inbox as stored
 from ..stores import inspection, overview
 from ..stores.inspection import AuditEntry, Details, OpenRequest
 from ..stores.overview import LaneState, TenantState
@@ -62,7 +63,8 @@ def command(config: Path | None, as_json: bool, event_id: UUID) -> None:
 
 def _described(answer: Answer) -> str:
     where = f"event {answer.event_id}" if answer.route is None else answer.route
-    lines = [f"{where}: {answer.state or 'not in the outbox'} ({answer.cause})", answer.detail, answer.remedy]
+    state = answer.state or ("in the inbox" if answer.cause == "handled" else "not in the outbox")
+    lines = [f"{where}: {state} ({answer.cause})", answer.detail, answer.remedy]
     return "\n  ".join(plain(line) for line in lines if line)
 
 
@@ -72,6 +74,9 @@ def explain(connection: Connection, event_id: UUID) -> list[Answer]:
     answers = [Answer(event_id, it.route, it.status, *_cause(connection, it)) for it in found]
     here = {it.route for it in found}
     answers += [Answer(event_id, route, None, *it) for route, it in edited(connection, event_id) if route not in here]
+    answers += [
+        Answer(event_id, route, None, "handled", said, None) for route, _, said in handled(connection, event_id, here)
+    ]
     return answers or [Answer(event_id, None, None, *_absent(event_id))]
 
 
@@ -79,6 +84,17 @@ def edited(connection: Connection, event_id: UUID) -> list[tuple[str, Cause]]:
     """The routes for which the event was to go on as another one, which the cause names."""
     trail = inspection.audit_trail(connection, event=event_id, actions=["edit"])
     return [(it.details["route"], _edited(it)) for it in trail if it.event_id == event_id]
+
+
+def handled(connection: Connection, event_id: UUID, here: Set[str | None]) -> list[tuple[str, datetime, str]]:
+    """The consumers that have dealt with an event, of which no delivery tells: the route by which it would come to
+    each, since when the inbox knows it, and what can be said about that.
+    """
+    return [
+        (f"consumer:{it.consumer}", it.at, f"consumer {it.consumer} has dealt with it; it came in at {when(it.at)}")
+        for it in stored.dealt_with(connection, event_id)
+        if here.isdisjoint((f"consumer:{it.consumer}", f"{BUS}:{it.consumer}"))
+    ]
 
 
 def _cause(connection: Connection, delivery: Details) -> Cause:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -380,6 +380,47 @@ def count_settled(connection: Connection, consumer: ConsumerRecord) -> int:
     number = consumer_id(consumer.name, consumer.generation)
     known = select(func.count()).select_from(inbox).where(inbox.c.consumer == number, inbox.c.schema_version > 0)
     return connection.scalar(known.where(~waits)) or 0
+
+
+class Known(NamedTuple):
+    """A message that the inbox of a consumer knows, and that does not wait."""
+
+    consumer: str
+    tenant: str | None
+    at: datetime
+    """When it came in."""
+
+
+def dealt_with(connection: Connection, event_id: UUID) -> list[Known]:
+    """The consumers that have dealt with an event, as far as their inboxes remember. What was left out by a rebuild had
+    no effect.
+    """
+    found = []
+    for it in consumers(connection):
+        number = consumer_id(it.name, it.generation)
+        asked = {"consumer": number, "claims": stable_hash(it.name), "event_id": event_id}
+        found += [Known(it.name, row.tenant or None, row.at) for row in connection.execute(_DEALT_WITH, asked)]
+    return found
+
+
+# There is no index of events alone: from one tenant to the next by the primary key, and then straight to the event.
+_NEXT = "SELECT i.tenant FROM pillarbox_inbox i WHERE i.consumer = :consumer {0} ORDER BY i.tenant LIMIT 1"
+_DEALT_WITH = (
+    text(f"""
+WITH RECURSIVE t (tenant) AS (
+    SELECT ({_NEXT.format("")})
+    UNION ALL
+    SELECT ({_NEXT.format("AND i.tenant > t.tenant")}) FROM t WHERE t.tenant IS NOT NULL
+)
+SELECT i.tenant, i.at FROM t JOIN pillarbox_inbox i ON i.tenant = t.tenant
+WHERE i.consumer = :consumer AND i.event_id = :event_id AND i.schema_version > 0 AND NOT EXISTS (
+    SELECT 1 FROM pillarbox_claims c
+    WHERE c.consumer = :claims AND c.inbox_id = i.event_id AND c.tenant = i.tenant
+)
+""")  # noqa: S608  constants
+    .bindparams(bindparam("event_id", type_=inbox.c.event_id.type))
+    .columns(inbox.c.tenant, inbox.c.at)
+)
 
 
 def consumers(connection: Connection) -> list[ConsumerRecord]:

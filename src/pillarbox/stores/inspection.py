@@ -22,8 +22,10 @@ from sqlalchemy import (
     Connection,
     Row,
     Select,
+    Text,
     and_,
     bindparam,
+    cast,
     column,
     exists,
     func,
@@ -213,15 +215,31 @@ def page(
 
 
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
-    """All deliveries of one event. What has come in is found by the id of its row, and while it waits by that of its
-    event, too.
-    """
+    """All deliveries of one event. What has come in is found by the id of its row, and by that of its event."""
     found: list[Details] = []
     for view in VIEWS.values():
         columns = [view.events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
-        these = select(*columns).where(of_events(connection, [event_id], view)).order_by(view.events.c.id)
+        is_one = of_events(connection, [event_id], view)
+        if view.direction is Direction.INBOUND:
+            is_one = or_(is_one, view.events.c.raised_event_id.in_(_came_in_as(connection, event_id, view)))
+        these = select(*columns).where(is_one).order_by(view.events.c.id)
         found += [Details(**_values(row)) for row in connection.execute(these)]
     return found
+
+
+def _came_in_as(connection: Connection, event_id: UUID, view: View) -> list[UUID]:
+    """The rows in which an event has come in. Only their headers know it once they do not wait: all are read."""
+    rows = view.rows
+    if connection.execute(select(rows.c.id).where(rows.c.event_id == event_id)).first() is not None:
+        return []  # it is the id of a row
+    headers = cast(rows.c.headers, Text)
+    named = connection.execute(select(rows.c.event_id, headers).where(headers.like(f'%"{event_id}"%')))
+    return [row for row, told in named if str(event_id) in known_as(json.loads(told))]
+
+
+def known_as(headers: Mapping[str, str]) -> set[str]:
+    """By which ids senders, and the inbox, know what has come in."""
+    return {headers[name] for name in ("event_id", "pillarbox_inbox_id") if name in headers}
 
 
 def of_events(connection: Connection, ids: Collection[UUID], view: View) -> ColumnElement[bool]:
@@ -376,7 +394,10 @@ def last_done(connection: Connection, action: str, targets: Collection[str]) -> 
 def discarded_by(connection: Connection, delivery: Details) -> list[AuditEntry]:
     """The runs that may have discarded it: the one that named it, else those whose filter takes it."""
     runs = audit_trail(connection, actions=["discard"])
-    named = [run for run in runs if str(delivery.event_id) in run.target]
+    ids = {str(delivery.event_id)}
+    if delivery.direction is Direction.INBOUND:
+        ids |= known_as(delivery.headers)
+    named = [run for run in runs if any(each in run.target for each in ids)]
     return named[:1] or [run for run in runs if _covers(connection, run.details, delivery)]
 
 

@@ -72,7 +72,7 @@ class Takeover:
         self._kept = []
 
     def _adopt(self, consumer: Consumer, given: Mapping[str, Any]) -> None:
-        processor, subscriber = consumer._processor, consumer._subscriber
+        processor, subscriber = consumer._processor, consumer.subscriber
         self._kept += [_Kept(consumer), _Kept(processor), _Kept(consumer._progress)]
         if isinstance(consumer.effects, Handlers):
             self._kept.append(_Kept(consumer.effects))
