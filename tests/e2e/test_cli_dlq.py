@@ -7,7 +7,7 @@ import pytest
 from pillarbox.cli.output import Exit
 from pillarbox.outbox import Status
 from tests.e2e import test_cli, test_cli_inbound
-from tests.e2e.test_cli import CommandLine, execute, leave
+from tests.e2e.test_cli import CommandLine, execute, leave, on_sqlite
 from tests.e2e.test_cli_inbound import BILLING, EVENTS
 from tests.servers import Database
 
@@ -33,6 +33,31 @@ def test_lists_what_consumers_could_not_take(pillarbox: CommandLine) -> None:
     assert pillarbox.json("dlq", "list", "--consumer", "shipping")["deliveries"] == []
     assert pillarbox.json("dlq", "list", "--state", "PARKED")["deliveries"] == []
     assert pillarbox.json("dlq", "show", str(EVENTS[0]))["deliveries"][0]["event_id"] == found["event_id"]
+
+
+def test_a_topic_by_any_of_its_names(pillarbox: CommandLine, failed: Database) -> None:
+    for name in ("orders", "public/default/orders", "persistent://public/default/orders"):
+        assert len(pillarbox.json("dlq", "list", "--topic", name)["deliveries"]) == 1
+    assert pillarbox.json("dlq", "list", "--topic", "parts")["deliveries"] == []
+    assert pillarbox.json("dlq", "list", "--topic", "projects/shop/topics/orders")["deliveries"] == []
+    assert pillarbox.json("dlq", "discard", "--topic", "persistent://public/default/parts", "--yes")["requested"] == 0
+    full = "persistent://public/default/orders"
+    assert pillarbox.json("dlq", "redrive", "--topic", full, "--reason", "mended")["requested"] == 1
+    (entry,) = pillarbox.json("outbox", "audit")["entries"]
+    assert entry["target"] == f"status FAILED, consumer *, topic {full}"
+    refused = pillarbox.complaint("dlq", "redrive", "--all", "--topic", full, code=Exit.USAGE)
+    assert "--all goes with no ID and no filter" in refused
+    assert len(execute(failed, "SELECT 1 FROM pillarbox_requests")) == 1
+
+
+@on_sqlite
+def test_what_was_discarded_by_its_topic_is_known_to_be(pillarbox: CommandLine, failed: Database) -> None:
+    (found,) = pillarbox.json("dlq", "list")["deliveries"]
+    pillarbox("dlq", "discard", "--topic", "orders", "--yes", "--by", "anna")
+    execute(failed, "UPDATE pillarbox_failures SET status = 'DISCARDED'")
+    execute(failed, "UPDATE pillarbox_inbound SET status = 'DISCARDED' WHERE status = 'FAILED'")
+    (why,) = pillarbox.json("why", found["event_id"])["deliveries"]
+    assert (why["cause"], why["detail"].partition(" at ")[0]) == ("discarded", "discarded by anna")
 
 
 def test_asks_for_nothing_else(pillarbox: CommandLine, failed: Database) -> None:

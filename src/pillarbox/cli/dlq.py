@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..errors import ConfigurationError, MissingExtraError
 from ..outbox import Status
 from ..stores.inspection import ANY_CONSUMER, Filter
 from ..stores.operations import Action
@@ -27,9 +28,22 @@ def command() -> None:
     """Look into what consumers could not take, and mend it."""
 
 
+def _all_names(context: click.Context, parameter: click.Parameter, topic: str | None) -> tuple[str, ...] | None:
+    """Pulsar knows a topic by several."""
+    if check_text(context, parameter, topic) is None or topic is None:
+        return None
+    try:
+        from ..transports.pulsar.names import spellings  # noqa: PLC0415  an extra
+
+        return tuple(dict.fromkeys([topic, *spellings(topic)]))
+    except (ConfigurationError, MissingExtraError):  # a name of another broker
+        return (topic,)
+
+
 _STATES = (Status.FAILED, Status.RETRYING, Status.PARKED)
 _filters = together(
     click.option("--consumer", metavar="NAME", callback=check_text),
+    click.option("--topic", metavar="NAME", callback=_all_names, help="By which they came; Pulsar's full name, too."),
     click.option("--type", metavar="PATTERN", callback=outbox.check_pattern, help=outbox.PATTERN_HELP),
     click.option("--tenant", metavar="TENANT", callback=check_text),
     click.option("--key", metavar="KEY", callback=check_text),

@@ -302,7 +302,7 @@ def request(
     **filters: Any,
 ) -> None:
     """Ask for something for the deliveries that are chosen, and print what became of it."""
-    by = "--consumer" if of_consumers else "--route"
+    by = "--consumer, --topic" if of_consumers else "--route"
     instead = f"Name events, or choose by {by}, --type, --tenant, --key or --older-than"
     check_choice(event_ids, *filters.values(), everything=everything, instead=instead)
     if of_consumers:

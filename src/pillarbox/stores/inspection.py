@@ -107,9 +107,12 @@ class Filter:
     direction: Direction | None = None
     consumer: str | None = None
     """Whose deliveries; `ANY_CONSUMER`: of all consumers."""
+    topic: Sequence[str] | None = None
+    """All names of the topic by which they came."""
 
     def __str__(self) -> str:
         given = {name: value for name, value in asdict(self).items() if value is not None}
+        given |= {"topic": given["topic"][0]} if "topic" in given else {}
         return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
@@ -444,6 +447,8 @@ def conditions_for(wanted: Filter, view: View) -> list[ColumnElement[bool]]:
         conditions.append(_is(view, "key", wanted.key))
     if wanted.consumer is not None:
         conditions.append(events.c.route.in_(_routes_of(wanted.consumer)))
+    if wanted.topic is not None:
+        conditions.append(events.c.topic.in_(wanted.topic))
     if wanted.older_than is not None:
         conditions.append(events.c.created_at < from_now(-wanted.older_than))
     return conditions
