@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..errors import ConfigurationError, MissingExtraError
+from ..errors import ConfigurationError
 from ..outbox import Status
 from ..stores.inspection import ANY_CONSUMER, Filter
 from ..stores.operations import Action
@@ -36,7 +36,7 @@ def _all_names(context: click.Context, parameter: click.Parameter, topic: str | 
         from ..transports.pulsar.names import spellings  # noqa: PLC0415  an extra
 
         return tuple(dict.fromkeys([topic, *spellings(topic)]))
-    except (ConfigurationError, MissingExtraError):  # a name of another broker
+    except ConfigurationError:  # the name is of another broker, or the extra is not installed
         return (topic,)
 
 

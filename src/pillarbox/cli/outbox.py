@@ -18,7 +18,6 @@ import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
-from ..app import Pillarbox
 from ..codecs.json import parse_object
 from ..consumers.spilling import with_body, work_of
 from ..outbox import Direction, Status
@@ -48,7 +47,6 @@ from .identity import command as new_install_id
 from .output import CommandError, Exit, age, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
-from .serving import load_box
 from .why import edited, handled
 
 _PORTION = 500
@@ -410,13 +408,13 @@ def edit(
     stays the event that it is. The old body is kept in the audit trail. --reason is required.
     """
     need_reason(author, "why the body is changed")
-    settings, loaded = load_settings(config), None if box is None else load_box(box)
+    settings, decode = load_settings(config), None if box is None else _decoder(box)
     delivery, row = run(ask(settings, lambda it: _editable(it, event_id, route)))
     new_id = delivery.event_id if delivery.direction is Direction.INBOUND else clock.new_id()
     old = work_of(row).message
     new = _checked(body.read(), old, in_body=None if new_id == delivery.event_id else new_id)
-    if loaded is not None:
-        _check_class(loaded, msgspec.structs.replace(old, body=new))
+    if decode is not None:
+        _check_class(decode, msgspec.structs.replace(old, body=new))
     report: dict[str, Any] = {"event_id": event_id, "new_event_id": new_id, "route": delivery.route}
     report |= {"bytes": len(new), "checked": box is not None, "audit": None, "unserved": [], "dry_run": dry_run}
     if not dry_run:
@@ -466,9 +464,15 @@ def _checked(new: bytes, old: Message, *, in_body: UUID | None) -> bytes:
     return msgspec.json.encode(parse_object(new) | {"id": str(in_body)})
 
 
-def _check_class(box: Pillarbox, message: Message) -> None:
+def _decoder(reference: str) -> Callable[[Message], object]:
+    from .serving import load_box  # noqa: PLC0415  the other commands need no code of users
+
+    return load_box(reference).decode
+
+
+def _check_class(decode: Callable[[Message], object], message: Message) -> None:
     try:
-        box.decode(message)
+        decode(message)
     except Exception as error:  # by code of the event's own class, too
         name = message.headers.get("event_type", "event")
         raise CommandError(f"the body makes no {name}: {type(error).__name__}: {error}", Exit.PROBLEM) from None
