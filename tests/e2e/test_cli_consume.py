@@ -235,7 +235,7 @@ class TestConsume:
 
 class TestConsumers:
     def test_who_they_are_and_how_far_they_have_come(self, pillarbox: CommandLine, shop: Database) -> None:
-        assert pillarbox("consumers", "list").stdout == "no consumers\n"
+        assert pillarbox("consumers", "list").stdout == "none\n"
         publish(shop, 1, -2)
         pillarbox("consume", "shop:box", "--drain")
         bills, stock = pillarbox.json("consumers", "list")["consumers"]

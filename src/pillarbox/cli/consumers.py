@@ -36,29 +36,36 @@ def command() -> None:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-@command.command("list")
-@click.option(
+exactly = click.option(
     "--exact", is_flag=True, help="Count the inboxes, too: true whatever was killed, and slow if they are large."
 )
+
+
+@command.command("list")
+@exactly
 @options
 def list_consumers(config: Path | None, as_json: bool, exact: bool) -> None:
     """List the consumers and projections that were ever registered in this database."""
-    found = run(ask(load_settings(config), lambda it: _look(it, exact=exact)))
-    emit({"consumers": found}, _listed(found, exact=exact), as_json=as_json)
+    found = run(ask(load_settings(config), lambda it: look(it, exact=exact)))
+    emit({"consumers": found}, listed(found, exact=exact), as_json=as_json)
 
 
-def _look(connection: Connection, *, exact: bool) -> list[dict[str, Any]]:
+def look(connection: Connection, *, exact: bool, kind: str | None = None) -> list[dict[str, Any]]:
+    """All of them, or those of a kind, and what waits for each."""
     waiting = Counter[str]()
     for each in claims.waiting(connection):
         waiting[each.consumer] += each.messages
     found = []
     for it in registered(connection):
+        if kind not in (None, it.kind):
+            continue
         settled = count_settled(connection, it) if exact else None
         found.append({**msgspec.structs.asdict(it), "settled": settled, "waiting": waiting[it.name]})
     return found
 
 
-def _listed(found: list[dict[str, Any]], *, exact: bool) -> str:
+def listed(found: list[dict[str, Any]], *, exact: bool) -> str:
+    """For people."""
     amounts = ("generation", "handled", *(["settled"] if exact else []), "waiting")
     headings = ("NAME", "KIND", "SOURCE", "TOPICS", *map(str.upper, amounts), "LAG", "LAST EVENT", "SEEN")
     rows = [
@@ -68,7 +75,7 @@ def _listed(found: list[dict[str, Any]], *, exact: bool) -> str:
         )
         for it in found
     ]
-    return table([headings, *rows]) if rows else "no consumers"
+    return table([headings, *rows]) if rows else "none"
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from sqlalchemy import Connection
 
 from ..app import Pillarbox
 from ..errors import StoreError
 from ..projections.consumer import ProjectionConsumer
 from ..projections.rebuild import From, Progress, Rebuilt
 from ..stores import inbox as stored
-from ..stores.inbox import ConsumerRecord
 from ..stores.trail import Author, note
 from .arguments import check_text, options, signed
+from .consumers import exactly, listed, look
 from .database import ask, load_settings, run
-from .output import CommandError, Exit, age, emit, number, table
+from .output import CommandError, Exit, age, emit, number
 from .serving import opened_box
 
 
@@ -34,44 +33,13 @@ def command() -> None:
 
 
 @command.command("list")
+@exactly
 @options
-def list_projections(config: Path | None, as_json: bool) -> None:
+def list_projections(config: Path | None, as_json: bool, exact: bool) -> None:
     """List the projections that were ever run on this database."""
-    found = run(ask(load_settings(config), _projections))
-    emit({"projections": [_shown(record) for record in found]}, _listed(found), as_json=as_json)
-
-
-def _projections(connection: Connection) -> list[ConsumerRecord]:
-    return [record for record in stored.consumers(connection) if record.kind == "projection"]
-
-
-def _shown(record: ConsumerRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "generation": record.generation,
-        "source": record.source,
-        "topics": record.topics,
-        "handled": record.handled,
-        "lag": record.lag,
-        "last_event_id": record.last_event_id,
-        "last_occurred_at": record.last_occurred_at,
-        "seen_at": record.seen_at,
-    }
-
-
-def _listed(found: list[ConsumerRecord]) -> str:
-    rows = [
-        (
-            it.name,
-            it.source,
-            it.seen_at,
-            None if it.lag is None else age(it.lag),
-            it.handled,
-            it.generation,
-        )
-        for it in found
-    ]
-    return table([("NAME", "SOURCE", "SEEN", "LAG", "HANDLED", "GENERATION"), *rows]) if rows else "none"
+    kind = ProjectionConsumer.kind
+    found = run(ask(load_settings(config), lambda it: look(it, exact=exact, kind=kind)))
+    emit({"projections": found}, listed(found, exact=exact), as_json=as_json)
 
 
 # -- writing anew ------------------------------------------------------------------------------------------------------
