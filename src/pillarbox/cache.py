@@ -8,16 +8,17 @@ a ticket fills. `delete` makes all tickets of a key worthless. Take the ticket f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 from . import clock
-from .errors import ConfigurationError
 
 TICKET_SECONDS = 10.0
 """How long a ticket is good for. Who reads longer than that does not fill."""
+MAX_KEYS = 10_000
+"""What a `MemoryCache` holds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,11 @@ class Ticket:
 class Cache(Protocol):
     """Where values are kept for a while. No method fails because the cache cannot be reached."""
 
-    async def get(self, keys: Collection[str]) -> dict[str, bytes | Ticket]:
-        """The value of each key, or a ticket where there is none. Keys that could not be asked for are left out."""
+    async def get(self, key: str) -> bytes | Ticket | None:
+        """The value of a key, or a ticket if there is none. None: the key could not be asked for."""
         ...
 
-    async def set(self, values: Mapping[Ticket, bytes], *, ttl: float) -> None:
+    async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
         """Fill, for so many seconds. A ticket that has run out, or whose key was deleted since, fills nothing."""
         ...
 
@@ -45,28 +46,13 @@ class Cache(Protocol):
 
 
 class MemoryCache:
-    """A cache for one process, which forgets what was used least once it holds ``size`` keys."""
+    """A cache for one process, which forgets what was used least once it holds 10,000 keys."""
 
-    def __init__(self, size: int = 10_000) -> None:
-        if size < 1:
-            raise ConfigurationError(f"a cache holds at least one key, got size={size}")
-        self._size = size
+    def __init__(self) -> None:
         self._entries: OrderedDict[str, tuple[bytes | Ticket, float]] = OrderedDict()
         self._numbers = count(1)
 
-    async def get(self, keys: Collection[str]) -> dict[str, bytes | Ticket]:
-        return {key: self._find(key) for key in keys}
-
-    async def set(self, values: Mapping[Ticket, bytes], *, ttl: float) -> None:
-        for ticket, value in values.items():
-            if self._live(ticket.key) == ticket:
-                self._put(ticket.key, value, ttl)
-
-    async def delete(self, keys: Collection[str]) -> None:
-        for key in keys:
-            self._entries.pop(key, None)
-
-    def _find(self, key: str) -> bytes | Ticket:
+    async def get(self, key: str) -> bytes | Ticket | None:
         found = self._live(key)
         if found is None:
             found = Ticket(key, str(next(self._numbers)))
@@ -74,12 +60,19 @@ class MemoryCache:
         self._entries.move_to_end(key)
         return found
 
+    async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
+        if self._live(ticket.key) == ticket:
+            self._put(ticket.key, value, ttl)
+
+    async def delete(self, keys: Collection[str]) -> None:
+        for key in keys:
+            self._entries.pop(key, None)
+
     def _live(self, key: str) -> bytes | Ticket | None:
         entry, until = self._entries.get(key, (None, 0.0))
         return entry if until > clock.current().monotonic() else None
 
     def _put(self, key: str, entry: bytes | Ticket, seconds: float) -> None:
         self._entries[key] = entry, clock.current().monotonic() + seconds
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._size:
+        if len(self._entries) > MAX_KEYS:
             self._entries.popitem(last=False)

@@ -104,12 +104,12 @@ class TestRedisAway:
         self, hand: Hand, caplog: pytest.LogCaptureFixture
     ) -> None:
         async with RedisCache("redis://127.0.0.1:1/0") as cache:
-            assert await cache.get(["key"]) == {}
-            await cache.set({Ticket("key", "1"): b"1"}, ttl=60)
+            assert await cache.get("key") is None
+            await cache.set(Ticket("key", "1"), b"1", ttl=60)
             await cache.delete(["key"])
             assert caplog.text.count("does not answer") == 1, "it is left alone for a moment"
             hand.seconds += 1
-            assert await cache.get(["key"]) == {}
+            assert await cache.get("key") is None
             assert caplog.text.count("does not answer") == 2
 
     async def test_what_was_deleted_meanwhile_is_gone_when_it_is_back(self, redis_url: str, hand: Hand) -> None:
@@ -117,20 +117,28 @@ class TestRedisAway:
         async with RedisCache(redis_url) as near:
             async with gate.open() as way:
                 far = RedisCache(way)
-                (ticket,) = (await far.get(["key"])).values()
+                ticket = await far.get("key")
                 assert isinstance(ticket, Ticket)
-                await far.set({ticket: b"old"}, ttl=60)
+                await far.set(ticket, b"old", ttl=60)
             await far.delete(["key"])
-            assert await near.get(["key"]) == {"key": b"old"}, "for the rest of its time, if nobody comes back"
+            assert await near.get("key") == b"old", "for the rest of its time, if nobody comes back"
             hand.seconds += 1
             async with gate.open():
-                assert isinstance((await far.get(["key"]))["key"], Ticket)
-                assert isinstance((await near.get(["key"]))["key"], Ticket)
+                assert isinstance(await far.get("key"), Ticket)
+                assert isinstance(await near.get("key"), Ticket)
                 await far.aclose()
+
+    async def test_a_process_remembers_only_so_many_keys(self, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pillarbox.caches.redis.MAX_OWED", 3)
+        async with RedisCache("redis://127.0.0.1:1/0") as cache:
+            for number in range(9):
+                await cache.delete([f"{number}"])
+                hand.seconds += 1
+            assert len(cache._owed) == 3
 
     async def test_prefixes_keep_services_apart(self, redis_url: str) -> None:
         async with RedisCache(redis_url, prefix="a:") as ours, RedisCache(redis_url, prefix="b:") as theirs:
-            (ticket,) = (await ours.get(["key"])).values()
+            ticket = await ours.get("key")
             assert isinstance(ticket, Ticket)
-            await ours.set({ticket: b"1"}, ttl=60)
-            assert await theirs.get(["key"]) != {"key": b"1"}
+            await ours.set(ticket, b"1", ttl=60)
+            assert await theirs.get("key") != b"1"

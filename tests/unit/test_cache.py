@@ -8,37 +8,34 @@ import sys
 import pytest
 
 from pillarbox.cache import MemoryCache, Ticket
-from pillarbox.errors import ConfigurationError
 
 
 async def fill(cache: MemoryCache, *keys: str) -> None:
-    for key, ticket in (await cache.get(keys)).items():
+    for key in keys:
+        ticket = await cache.get(key)
         assert isinstance(ticket, Ticket)
-        await cache.set({ticket: key.encode()}, ttl=60)
+        await cache.set(ticket, key.encode(), ttl=60)
 
 
-async def test_a_full_cache_forgets_what_was_used_least() -> None:
-    cache = MemoryCache(size=2)
+async def test_a_full_cache_forgets_what_was_used_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillarbox.cache.MAX_KEYS", 2)
+    cache = MemoryCache()
     await fill(cache, "a", "b")
-    await cache.get(["a"])
+    await cache.get("a")
     await fill(cache, "c")
-    assert await cache.get(["a"]) == {"a": b"a"}
-    assert await cache.get(["c"]) == {"c": b"c"}
-    assert isinstance((await cache.get(["b"]))["b"], Ticket)
+    assert await cache.get("a") == b"a"
+    assert await cache.get("c") == b"c"
+    assert isinstance(await cache.get("b"), Ticket)
 
 
-async def test_a_ticket_that_had_to_make_room_fills_nothing() -> None:
-    cache = MemoryCache(size=1)
-    (ticket,) = (await cache.get(["a"])).values()
+async def test_a_ticket_that_had_to_make_room_fills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillarbox.cache.MAX_KEYS", 1)
+    cache = MemoryCache()
+    ticket = await cache.get("a")
     assert isinstance(ticket, Ticket)
-    await cache.get(["b"])
-    await cache.set({ticket: b"a"}, ttl=60)
-    assert isinstance((await cache.get(["a"]))["a"], Ticket)
-
-
-def test_a_cache_for_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="size=0"):
-        MemoryCache(size=0)
+    await cache.get("b")
+    await cache.set(ticket, b"a", ttl=60)
+    assert isinstance(await cache.get("a"), Ticket)
 
 
 def test_a_missing_redis_package_is_named_with_the_command() -> None:

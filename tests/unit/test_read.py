@@ -11,12 +11,11 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import JSON, Column, Float, Integer, MetaData, Numeric, String, Table, func, literal_column
+from sqlalchemy import JSON, Float, Integer, Numeric, String, func, literal_column
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, aliased, column_property, mapped_column
 from sqlalchemy.pool import StaticPool
 
-from pillarbox.cache import MemoryCache
 from pillarbox.errors import ConfigurationError
 from pillarbox.projections.read import InvalidCursorError, ReadDao
 from pillarbox.stores.columns import Utc
@@ -86,7 +85,7 @@ async def shelves(engine: AsyncEngine) -> ReadDao[Shelf]:
             )
             for number in range(4)
         )
-    return ReadDao(engine, Shelf)
+    return ReadDao(async_sessionmaker(engine), Shelf)
 
 
 ORDER = [Shelf.place, Shelf.label, Shelf.price, Shelf.stocked_at]
@@ -122,21 +121,7 @@ class TestWhatIsRefused:
 
     async def test_a_key_with_too_few_columns(self, engine: AsyncEngine) -> None:
         with pytest.raises(ConfigurationError, match="the key of Pair has 2 columns, got 1"):
-            await ReadDao(engine, Pair).get(1)
-
-    def test_a_table_without_a_key(self, engine: AsyncEngine) -> None:
-        with pytest.raises(ConfigurationError, match="no primary key"):
-            ReadDao(engine, Table("unit_read_keyless", MetaData(), Column("a", Integer)))
-
-    def test_a_table_of_tenants(self, engine: AsyncEngine) -> None:
-        table: Any = Owned.__table__
-        with pytest.raises(ConfigurationError, match="give its mapped class"):
-            ReadDao(engine, table)
-
-    def test_a_cache_for_a_table(self, engine: AsyncEngine) -> None:
-        table: Any = Other.__table__
-        with pytest.raises(ConfigurationError, match="only rows of mapped classes"):
-            ReadDao(engine, table, cache=MemoryCache())
+            await ReadDao(async_sessionmaker(engine), Pair).get(1)
 
 
 class TestCursors:
@@ -155,7 +140,7 @@ class TestCursors:
             with pytest.raises(InvalidCursorError, match="of another query"):
                 await shelves.page(order_by=other, after=page.next)
         with pytest.raises(InvalidCursorError, match="of another query"):
-            await ReadDao(engine, Other).page(order_by=[Other.place], after=page.next)
+            await ReadDao(async_sessionmaker(engine), Other).page(order_by=[Other.place], after=page.next)
 
     async def test_an_empty_one_is_none(self, shelves: ReadDao[Shelf]) -> None:
         first = await shelves.page(order_by=ORDER, limit=2)
@@ -201,4 +186,4 @@ class TestCursors:
         async with engine.begin() as connection:
             await connection.exec_driver_sql("INSERT INTO unit_read_others VALUES (1, 'first'), (2, 'second')")
         with pytest.raises(ConfigurationError, match="cannot carry the values of place, id exactly"):
-            await ReadDao(engine, Other).page(order_by=[Other.place], limit=1)
+            await ReadDao(async_sessionmaker(engine), Other).page(order_by=[Other.place], limit=1)

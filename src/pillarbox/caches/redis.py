@@ -1,14 +1,14 @@
 """A cache in Redis, which all processes share.
 
 No business transaction fails, or waits for long, because Redis is down: after a failure it is left alone for a moment,
-reads find nothing and go to the database, and keys that could not be deleted are remembered and deleted before anything
-else is asked. A process that ends before that leaves them to their time to live.
+reads find nothing and go to the database, and keys that could not be deleted are remembered and deleted together with
+the next request. A process that ends before that leaves them to their time to live.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Self
 from uuid import uuid4
 
@@ -26,8 +26,12 @@ except ImportError:
 
 logger = logging.getLogger("pillarbox")
 
+TIMEOUT = 0.25
+"""Seconds that Redis may take to answer."""
+PAUSE = 1.0
+"""Seconds for which it is left alone after a failure."""
 MAX_OWED = 100_000
-"""How many keys a process remembers to delete. Beyond that the oldest are left to their time to live."""
+"""How many keys a process remembers to delete. What is more is left to its time to live."""
 
 # A key holds either V and a value, or T and the number of a ticket.
 _GET = """
@@ -44,24 +48,18 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
 end
 """
 
-Command = tuple[str, str, list[bytes | int]]
-"""A script, the key that it is about, and its arguments."""
-
 
 class RedisCache:
-    """Keeps values in the Redis at ``url``. Waits at most ``timeout`` seconds for it, and leaves it alone for ``pause``
-    seconds after that. Use it as a context manager, or call `aclose`.
-    """
+    """Keeps values in the Redis at ``url``. Use it as a context manager, or call `aclose`."""
 
-    def __init__(self, url: str, *, prefix: str = "pillarbox:", timeout: float = 0.25, pause: float = 1.0) -> None:
+    def __init__(self, url: str, *, prefix: str = "pillarbox:") -> None:
         self._client: Redis = Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
+            url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0)
         )
         self._prefix = prefix
-        self._pause = pause
         self._asleep_until = 0.0
-        self._owed: dict[str, object] = {}
-        """Keys to delete, each with a mark of its own: a key may be owed again while it is being deleted."""
+        self._owed: set[str] = set()
+        """Keys to delete."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,50 +71,41 @@ class RedisCache:
         """Close the connections."""
         await self._client.aclose()
 
-    async def get(self, keys: Collection[str]) -> dict[str, bytes | Ticket]:
-        number = b"T" + uuid4().hex.encode()
-        seconds = _milliseconds(TICKET_SECONDS)
-        found = await self._run([(_GET, key, [number, seconds]) for key in keys])
-        return {key: _read(key, entry) for key, entry in zip(keys, found, strict=False)}
+    async def get(self, key: str) -> bytes | Ticket | None:
+        entry = await self._run(_GET, key, b"T" + uuid4().hex.encode(), _milliseconds(TICKET_SECONDS))
+        if entry is None:
+            return None
+        return entry[1:] if entry[:1] == b"V" else Ticket(key, entry[1:].decode())
 
-    async def set(self, values: Mapping[Ticket, bytes], *, ttl: float) -> None:
-        await self._run(
-            [
-                (_FILL, ticket.key, [b"T" + ticket.number.encode(), b"V" + value, _milliseconds(ttl)])
-                for ticket, value in values.items()
-            ]
-        )
+    async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
+        await self._run(_FILL, ticket.key, b"T" + ticket.number.encode(), b"V" + value, _milliseconds(ttl))
 
     async def delete(self, keys: Collection[str]) -> None:
-        self._owed |= {key: object() for key in keys}
-        while len(self._owed) > MAX_OWED:
-            self._owed.pop(next(iter(self._owed)))
-        await self._run([])
+        self._owed.update(keys)
+        await self._run()
 
-    async def _run(self, commands: list[Command]) -> list[bytes]:
-        """Delete what is owed, then do this. Nothing comes back if Redis does not answer."""
+    async def _run(self, script: str = "", key: str = "", *arguments: bytes | int) -> bytes | None:
+        """Delete what is owed, then run a script about a key. None comes back if Redis does not answer."""
         if clock.current().monotonic() < self._asleep_until:
-            return []
-        owed = dict(self._owed)
+            return None
         pipeline: Any = self._client.pipeline(transaction=False)
-        for key in owed:
-            pipeline.delete(self._prefix + key)
-        for script, key, arguments in commands:
+        owed, self._owed = self._owed, set()
+        for each in owed:
+            pipeline.delete(self._prefix + each)
+        if script:
             pipeline.eval(script, 1, self._prefix + key, *arguments)
         try:
-            answers: list[bytes] = await pipeline.execute()
-        except (RedisError, OSError) as error:
-            self._asleep_until = clock.current().monotonic() + self._pause
-            logger.warning("the Redis cache does not answer; %d keys wait to be deleted: %s", len(owed), error)
-            return []
-        for key, mark in owed.items():
-            if self._owed.get(key) is mark:
-                del self._owed[key]
-        return answers[len(owed) :]
-
-
-def _read(key: str, entry: bytes) -> bytes | Ticket:
-    return entry[1:] if entry[:1] == b"V" else Ticket(key, entry[1:].decode())
+            answers: list[Any] = await pipeline.execute()
+        except BaseException as error:
+            self._owed |= owed
+            while len(self._owed) > MAX_OWED:
+                self._owed.pop()
+            if not isinstance(error, (RedisError, OSError)):
+                raise
+            self._asleep_until = clock.current().monotonic() + PAUSE
+            logger.warning("the Redis cache does not answer; %d keys wait to be deleted: %s", len(self._owed), error)
+            return None
+        return answers[-1] if script else None
 
 
 def _milliseconds(seconds: float) -> int:

@@ -1,19 +1,21 @@
 """Reads by id from a cache, which holds committed rows and nothing else.
 
 A miss is read in a session of its own: in the unit of work it could see changes that are not committed, or a snapshot
-that is older than the cache's ticket. Changes are watched for in every session in which a repository with this
-interceptor works, and forgotten by the cache when their transaction has ended, however it ended. So what is read may be
-old for the moment between COMMIT and that; and for up to ``ttl`` seconds if the process dies in between, if the cache
-is out of reach, or if rows are changed past all this, by bulk statements or in sessions without such a repository.
+that is older than the cache's ticket. Sessions note which rows they change, and the cache forgets these when their
+transaction has ended, however it ended. So what is read may be old for the moment between COMMIT and that; and for up
+to ``ttl`` seconds if the process dies in between, if the cache is out of reach, or if rows are changed past all this,
+by bulk statements or in sessions without a repository with this interceptor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import cache as once
-from typing import Any, Optional
+from functools import partial
+from typing import Any
 
 import msgspec
 from sqlalchemy import Column, TypeDecorator, inspect, select
@@ -21,16 +23,18 @@ from sqlalchemy import event as sqlalchemy_events
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Mapper, Session, SessionTransaction, UOWTransaction, make_transient_to_detached
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.types import TypeEngine
 from sqlalchemy.util import await_only
 
 from ..cache import Cache, Ticket
-from ..context import current_context, event_context
 from ..errors import ConfigurationError
 from ..interceptor import Interceptor
 from ..scope import TenantScoped
-from ..tenancy import session_tenant, tenant_for
+from ..tenancy import Tenancy, tenant_for
 
 logger = logging.getLogger("pillarbox")
+
+_WATCHED, _CHANGED = "pillarbox_read_caches", "pillarbox_cached_changes"
 
 
 class ReadCache(Interceptor):
@@ -50,9 +54,10 @@ class ReadCache(Interceptor):
         engine = self._reads.kw.get("bind")
         if not isinstance(engine, AsyncEngine) or engine.sync_engine is session.get_bind():
             raise ConfigurationError("ReadCache: reads needs an engine of its own, not that of the unit of work")
-        watches = session.info.setdefault("pillarbox_read_cache", {})
-        if (id(self._cache), model) not in watches:
-            watches[id(self._cache), model] = _Watch(session, self._cache, model)
+        watched = session.info.setdefault(_WATCHED, set())
+        if (self._cache, model) not in watched:
+            watched.add((self._cache, model))
+            sqlalchemy_events.listen(session, "after_flush", partial(_note_changes, self._cache, model))
 
     async def peek(
         self,
@@ -61,37 +66,43 @@ class ReadCache(Interceptor):
         ident: Any,
         ask: Callable[[], Awaitable[Any]],  # noqa: ARG002  whoever comes next would read in the unit of work
     ) -> Any:
-        columns, identity = _columns_of(model), ident if isinstance(ident, tuple) else (ident,)
         tenant = tenant_for(session, model.__name__) if issubclass(model, TenantScoped) else None
-        key = cache_key(model, tenant, identity)
-        found = (await self._cache.get([key])).get(key)
-        if isinstance(found, bytes):
-            try:
-                return columns.entity(columns.decoder.decode(found))
-            except msgspec.MsgspecError:  # another release has other columns
-                await self._cache.delete([key])
-        with event_context(tenant=session_tenant(session) or current_context().tenant):
-            row = await self._load(columns, tenant, identity)
-        if isinstance(found, Ticket) and row is not None:
-            await self._fill(columns, tenant, found, row)
-        return None if row is None else columns.entity(row)
+        identity = ident if isinstance(ident, tuple) else (ident,)
+        async with self._reads() as reading:
+            Tenancy().assign(reading.sync_session, Tenancy().of(session))
+            return await read_row(self._cache, reading, model, tenant, identity, ttl=self._ttl)
 
-    async def _load(self, columns: _Columns, tenant: str | None, identity: Sequence[Any]) -> msgspec.Struct | None:
-        statement = select(*columns.attributes).where(
-            *(column == value for column, value in zip(columns.primary_key, identity, strict=True))
-        )
-        if tenant is not None:
-            statement = statement.where(columns.model.tenant_id == tenant)
-        async with self._reads() as session:
-            row = (await session.execute(statement)).one_or_none()
-        return None if row is None else columns.struct(*row)
 
-    async def _fill(self, columns: _Columns, tenant: str | None, ticket: Ticket, row: msgspec.Struct) -> None:
-        # A database may find a row by an id that it does not hold like that ("1" for 1): nobody would forget that key.
-        identity = [getattr(row, name) for name in columns.key_names]
-        value = columns.encode(row)
-        if value is not None and cache_key(columns.model, tenant, identity) == ticket.key:
-            await self._cache.set({ticket: value}, ttl=self._ttl)
+async def read_row(
+    cache: Cache, session: AsyncSession, model: Any, tenant: str | None, identity: Sequence[Any], *, ttl: float
+) -> Any:
+    """A detached snapshot of the row with this primary key, or None. ``session`` reads what the cache does not have: a
+    fresh one, which sees nothing older than the cache's ticket.
+    """
+    columns, key = _columns_of(model), cache_key(model, tenant, identity)
+    found = await cache.get(key)
+    if isinstance(found, bytes):
+        try:
+            return columns.entity(columns.decoder.decode(found))
+        except msgspec.MsgspecError:  # another release has other columns
+            await cache.delete([key])
+    wanted = [column == value for column, value in zip(columns.primary_key, identity, strict=True)]
+    if tenant is not None:
+        wanted.append(model.tenant_id == tenant)
+    values = (await session.execute(select(*columns.attributes).where(*wanted))).one_or_none()
+    if values is None:
+        return None
+    row = columns.struct(*values)
+    # A database may find a row by an id that it does not hold like that ("1" for 1): nobody would forget that key.
+    is_exact = cache_key(model, tenant, [getattr(row, name) for name in columns.key_names]) == key
+    if isinstance(found, Ticket) and is_exact and (value := columns.encode(row)) is not None:
+        await cache.set(found, value, ttl=ttl)
+    return columns.entity(row)
+
+
+def cache_key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
+    """Where the cache keeps a row."""
+    return msgspec.json.encode([f"{model.__module__}.{model.__qualname__}", tenant, *identity]).decode()
 
 
 class _Columns:
@@ -100,15 +111,14 @@ class _Columns:
     def __init__(self, model: Any) -> None:
         mapper: Mapper[Any] = inspect(model)
         if mapper.polymorphic_on is not None or mapper.inherits is not None:
-            raise ConfigurationError(f"{model.__name__} is part of a class hierarchy, which ReadCache cannot hold")
-        self.model = model
+            raise ConfigurationError(f"{model.__name__} is part of a class hierarchy, which no cache can hold")
+        self._model = model
         self._new: Callable[[], Any] = mapper.class_manager.new_instance
         first = {attribute.key: attribute.columns[0] for attribute in mapper.column_attrs}
         columns = {name: column for name, column in first.items() if isinstance(column, Column)}  # not expressions
-        self._names = list(columns)
-        self.attributes = [getattr(model, name) for name in self._names]
-        self.primary_key = mapper.primary_key
+        self.attributes = [getattr(model, name) for name in columns]
         self.key_names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+        self.primary_key = [getattr(model, name) for name in self.key_names]
         self.struct = msgspec.defstruct(
             model.__name__, [(name, _type_of(column)) for name, column in columns.items()], forbid_unknown_fields=True
         )
@@ -121,13 +131,13 @@ class _Columns:
             if self.decoder.decode(value) == row:
                 return value
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            logger.debug("%s: %s", self.model.__name__, error)
-        _warn_once(self.model)
+            logger.debug("%s: %s", self._model.__name__, error)
+        _warn_once(self._model)
         return None
 
     def entity(self, row: msgspec.Struct) -> Any:
         entity = self._new()
-        for name in self._names:
+        for name in row.__struct_fields__:
             set_committed_value(entity, name, getattr(row, name))
         make_transient_to_detached(entity)
         return entity
@@ -145,56 +155,42 @@ def _warn_once(model: Any) -> None:
 
 def _type_of(column: Column[Any]) -> Any:
     """What the column gives, as a hint for the decoder: `_Columns.encode` finds out whether it is true."""
-    kind = column.type.impl_instance if isinstance(column.type, TypeDecorator) else column.type
+    found = python_type(column.type)
+    return Any if found in (dict, object) else found | None
+
+
+def python_type(kind: TypeEngine[Any]) -> type:
+    """What columns of this type give, as far as SQLAlchemy knows; else `object`."""
     try:
-        python_type = kind.python_type
+        return (kind.impl_instance if isinstance(kind, TypeDecorator) else kind).python_type
     except NotImplementedError:
-        return Any
-    return Any if python_type in (dict, object) else Optional[python_type]  # noqa: UP045  it is a value here
+        return object
 
 
-def cache_key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
-    """Where the cache keeps an entity."""
-    return msgspec.json.encode([f"{model.__module__}.{model.__qualname__}", tenant, *identity]).decode()
+# -- forgetting --------------------------------------------------------------------------------------------------------
 
 
-class _Watch:
-    """Collects which entities a session changes, and has them forgotten when the transaction has ended."""
-
-    def __init__(self, session: Session, cache: Cache, model: Any) -> None:
-        self._cache = cache
-        self._model = model
-        self._changed: set[str] = set()
-        sqlalchemy_events.listen(session, "after_flush", self._flushed)
-        sqlalchemy_events.listen(session, "after_transaction_end", self._ended)
-
-    def _flushed(self, session: Session, _context: UOWTransaction) -> None:
-        for entity in (*session.dirty, *session.deleted):
-            if isinstance(entity, self._model):
-                tenant = entity.tenant_id if isinstance(entity, TenantScoped) else None
-                self._changed.add(cache_key(self._model, tenant, inspect(entity).identity or ()))
-
-    def _ended(self, _session: Session, transaction: SessionTransaction) -> None:
-        if transaction.parent is None and self._changed:
-            changed, self._changed = self._changed, set()
-            await_only(forget(self._cache, changed))
+def forget_at_end(session: Session, cache: Cache, keys: Collection[str]) -> None:
+    """Let the cache forget these when the transaction of the session has ended, however it ends."""
+    if _CHANGED not in session.info:
+        session.info[_CHANGED] = defaultdict(set)
+        sqlalchemy_events.listen(session, "after_transaction_end", _ended)
+    session.info[_CHANGED][cache].update(keys)
 
 
-def forget_afterwards(session: Session, cache: Cache, keys: Collection[str]) -> None:
-    """Have these forgotten when the transaction of the session has ended, however it ends: for who writes rows by
-    statements of his own, in a session that is not used again.
-    """
-
-    def ended(_session: Session, transaction: SessionTransaction) -> None:
-        if transaction.parent is None:
-            await_only(forget(cache, keys))
-
-    sqlalchemy_events.listen(session, "after_transaction_end", ended)
+def _note_changes(cache: Cache, model: Any, session: Session, _context: UOWTransaction) -> None:
+    changed = [entity for entity in (*session.dirty, *session.deleted) if isinstance(entity, model)]
+    tenants = [entity.tenant_id if isinstance(entity, TenantScoped) else None for entity in changed]
+    keys = [cache_key(model, tenant, inspect(it).identity or ()) for it, tenant in zip(changed, tenants, strict=True)]
+    if keys:
+        forget_at_end(session, cache, keys)
 
 
-async def forget(cache: Cache, keys: Collection[str]) -> None:
-    """Have these forgotten, although the task is being cancelled. Does not fail."""
-    await _to_the_end(_forget(cache, keys))
+def _ended(session: Session, transaction: SessionTransaction) -> None:
+    if transaction.parent is None and (changed := dict(session.info[_CHANGED])):
+        session.info[_CHANGED].clear()
+        for cache, keys in changed.items():
+            await_only(_to_the_end(_forget(cache, keys)))
 
 
 async def _forget(cache: Cache, keys: Collection[str]) -> None:

@@ -31,7 +31,7 @@ from ..cache import Cache
 from ..consumers.handling import Incoming, LeftOut, MessageContext
 from ..errors import ConfigurationError, TenancyError
 from ..event import EventType, registry
-from ..interceptors.read_cache import cache_key, forget_afterwards
+from ..interceptors.read_cache import cache_key, forget_at_end
 from ..scope import TenantScoped, mixin_column
 from ..stores.columns import Utc, now
 from ..tenancy import session_tenant
@@ -179,7 +179,7 @@ class Projection:
         changed, stale = self.write(session.connection(), tenant, incoming)
         if self.cache is not None:
             keys = [cache_key(self.row, tenant, self._shape.identity(key, tenant)) for key in changed]
-            forget_afterwards(session, self.cache, keys)
+            forget_at_end(session, self.cache, keys)
         return stale
 
     def write(

@@ -20,13 +20,14 @@ from __future__ import annotations
 import binascii
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Generic, Optional, Protocol, TypeVar, overload
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -39,8 +40,6 @@ from sqlalchemy import (
     Result,
     Row,
     Select,
-    Table,
-    TypeDecorator,
     UnaryExpression,
     and_,
     false,
@@ -60,10 +59,10 @@ from sqlalchemy.sql.operators import asc_op, desc_op
 from ..cache import Cache
 from ..consumers.failure import Failure, classify
 from ..errors import ConfigurationError, PillarboxError
-from ..interceptors.read_cache import ReadCache, cache_key
-from ..scope import TenantScoped, scoped_tables
+from ..interceptors.read_cache import cache_key, python_type, read_row
+from ..scope import TenantScoped
 from ..stores import sqlite
-from ..tenancy import UNSCOPED, Tenancy, tenant_for
+from ..tenancy import Tenancy, tenant_for
 
 MAX_LIMIT = 1000
 """The longest page."""
@@ -102,57 +101,37 @@ class Page(Generic[T]):
 
 
 class ReadDao(Generic[T]):
-    """Reads rows of one mapped class, or of a table.
+    """Reads rows of one mapped class.
 
-    ``source`` is a box, whose rules about tenants then hold, or a sessionmaker or engine of your own. ``cache`` keeps
-    what `get` has found, for mapped classes only.
+    ``source`` is a box, whose rules about tenants then hold, or a sessionmaker of your own. ``cache`` keeps what `get`
+    has found.
     """
 
-    @overload
-    def __init__(
-        self: ReadDao[Row[Any]], source: Box | async_sessionmaker[Any] | AsyncEngine, model: Table
-    ) -> None: ...
-
-    @overload
     def __init__(
         self,
-        source: Box | async_sessionmaker[Any] | AsyncEngine,
+        source: Box | async_sessionmaker[Any],
         model: type[T],
         *,
         cache: Cache | None = None,
         ttl: float = 60.0,
-    ) -> None: ...
-
-    def __init__(
-        self,
-        source: Box | async_sessionmaker[Any] | AsyncEngine,
-        model: Any,
-        *,
-        cache: Cache | None = None,
-        ttl: float = 60.0,
     ) -> None:
-        self._source = source
+        self._sessions = _sessions_of(source)
         self._model = _Model(model)
-        if cache is not None and self._model.mapper is None:
-            raise ConfigurationError(f"only rows of mapped classes can be cached, and {self._model.name} is a table")
         self._cache = cache
         self._ttl = ttl
-        self._made: tuple[AsyncEngine, async_sessionmaker[Any]] | None = None
-        self._cached: tuple[async_sessionmaker[Any], ReadCache] | None = None
 
     async def get(self, key: Any, *, tenant: str | None = None) -> T | None:
         """The row with this primary key (a tuple if it has several columns), or None."""
-        identity = self._model.identity(key)
+        identity, model = self._model.identity(key), self._model
         async with self._session(tenant) as session:
+            found: T | None
             if self._cache is not None:
-                cached = self._read_cache(self._cache)
-                found: T | None = await cached.peek(session.sync_session, self._model.model, identity, _never)
-                return None if found is None or self._model.is_tombstone(found) else found
-            statement = self._model.select(session).where(
-                *(column == value for column, value in zip(self._model.primary_key, identity, strict=True))
-            )
-            row = (await session.execute(statement)).unique().one_or_none()
-        return None if row is None else self._model.item(row)
+                owner = model.tenant(session)
+                found = await read_row(self._cache, session, model.type, owner, identity, ttl=self._ttl)
+                return None if found is None or model.is_tombstone(found) else found
+            wanted = [column == value for column, value in zip(model.primary_key, identity, strict=True)]
+            found = (await session.execute(model.select(session).where(*wanted))).unique().scalar_one_or_none()
+            return found
 
     async def page(
         self,
@@ -174,15 +153,14 @@ class ReadDao(Generic[T]):
         order = _Order(self._model, order_by)
         start = order.values_of(after) if after else None
         async with self._session(tenant) as session:
-            dialect = self._model.dialect(session)
+            dialect = session.sync_session.get_bind(self._model.mapper).dialect.name
             statement = self._model.select(session, *(term.column for term in order.terms)).where(*where)
             if start is not None:
                 statement = statement.where(order.beyond(start, dialect))
             statement = statement.order_by(*order.clauses(dialect)).limit(limit + 1)
             rows = await _rows(session, statement, is_continued=start is not None)
         there = rows[:limit]
-        following = order.cursor(self._model.values(there[-1], order.terms)) if len(rows) > limit else None
-        return Page([self._model.item(row) for row in there], following)
+        return Page([row[0] for row in there], order.cursor(there[-1][1:]) if len(rows) > limit else None)
 
     async def all(
         self,
@@ -193,13 +171,11 @@ class ReadDao(Generic[T]):
         tenant: str | None = None,
     ) -> AsyncIterator[T]:
         """All rows in this order, read in pages of ``portion``. No connection is held while you work on them."""
-        after: str | None = None
-        while True:
+        after: str | None = ""
+        while after is not None:
             page = await self.page(where=where, order_by=order_by, limit=portion, after=after, tenant=tenant)
             for item in page.items:
                 yield item
-            if page.next is None:
-                return
             after = page.next
 
     async def forget(self, *keys: Any, tenant: str | None = None) -> None:
@@ -208,7 +184,7 @@ class ReadDao(Generic[T]):
             return
         async with self._session(tenant) as session:
             owner = self._model.tenant(session)
-        await self._cache.delete([cache_key(self._model.model, owner, self._model.identity(key)) for key in keys])
+        await self._cache.delete([cache_key(self._model.type, owner, self._model.identity(key)) for key in keys])
 
     @asynccontextmanager
     async def _session(self, tenant: str | None) -> AsyncIterator[AsyncSession]:
@@ -217,30 +193,12 @@ class ReadDao(Generic[T]):
             Tenancy().assign(session.sync_session, tenant)
             yield session
 
-    def _sessions(self) -> async_sessionmaker[Any]:
-        if isinstance(self._source, async_sessionmaker):
-            return self._source
-        engine = self._source if isinstance(self._source, AsyncEngine) else self._source.engine
-        if self._made is None or self._made[0] is not engine:  # a box that was started again has another one
-            made = async_sessionmaker(sqlite.for_reading(engine))
-            self._made = engine, made if isinstance(self._source, AsyncEngine) else self._source.bind(made)
-        return self._made[1]
 
-    def _read_cache(self, cache: Cache) -> ReadCache:
-        sessions = self._sessions()
-        if self._cached is None or self._cached[0] is not sessions:
-            self._cached = sessions, ReadCache(cache, _unscoped(sessions), ttl=self._ttl)
-        return self._cached[1]
-
-
-def _unscoped(sessions: async_sessionmaker[Any]) -> async_sessionmaker[Any]:
-    """Sessions like these for ReadCache, whose statements have the condition on the tenant in a form of their own."""
-    settings = {**sessions.kw, "info": {**sessions.kw.get("info", {}), UNSCOPED: True}}
-    return async_sessionmaker(class_=sessions.class_, **settings)
-
-
-async def _never() -> None:
-    """ReadCache reads for itself."""
+def _sessions_of(source: Box | async_sessionmaker[Any]) -> Callable[[], async_sessionmaker[Any]]:
+    if isinstance(source, async_sessionmaker):
+        return lambda: source
+    bound = lru_cache(maxsize=1)(lambda engine: source.bind(async_sessionmaker(sqlite.for_reading(engine))))
+    return lambda: bound(source.engine)  # a box that was started again has another one
 
 
 async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: bool) -> Sequence[Row[Any]]:
@@ -256,33 +214,23 @@ async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: 
 
 
 class _Model:
-    """What is read: a mapped class or a table."""
+    """What is read: a mapped class."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
-        self.mapper: Mapper[Any] | None = None if isinstance(model, Table) else inspect(model)
-        self.name: str = model.name if isinstance(model, Table) else model.__name__
-        if isinstance(model, Table):
-            if model in scoped_tables:
-                raise ConfigurationError(f"{self.name} belongs to tenants: give its mapped class instead")
-            self.primary_key: Sequence[Any] = tuple(model.primary_key)
-        else:
-            self.primary_key = [self.attribute(column) for column in inspect(model).primary_key]
-        if not self.primary_key:
-            raise ConfigurationError(f"{self.name} has no primary key, and rows cannot be told apart without one")
-        self._is_scoped = isinstance(model, type) and issubclass(model, TenantScoped)
-        self._deleted = self._tombstone()
+        self.type = model
+        self.name: str = model.__name__
+        self.mapper: Mapper[Any] = inspect(model)
+        self.primary_key = [self.attribute(column) for column in self.mapper.primary_key]
+        self._is_scoped = issubclass(model, TenantScoped)
+        deleted = getattr(model, "deleted", None)
+        self._deleted: Any = deleted if isinstance(getattr(deleted, "type", None), Boolean) else None
 
     def attribute(self, column: Any) -> Any:
         """The column as it stands in statements; `ConfigurationError` if it is not one of ours."""
         try:
-            if self.mapper is not None:
-                return getattr(self.model, self.mapper.get_property_by_column(column).key)
-            if self.model.c.contains_column(column):
-                return column
+            return getattr(self.type, self.mapper.get_property_by_column(column).key)
         except UnmappedColumnError:
-            pass
-        raise ConfigurationError(f"order_by takes columns of {self.name}, got {column}")
+            raise ConfigurationError(f"order_by takes columns of {self.name}, got {column}") from None
 
     def identity(self, key: Any) -> tuple[Any, ...]:
         identity = key if isinstance(key, tuple) else (key,)
@@ -293,33 +241,18 @@ class _Model:
     def tenant(self, session: AsyncSession) -> str | None:
         return tenant_for(session.sync_session, self.name) if self._is_scoped else None
 
-    def dialect(self, session: AsyncSession) -> str:
-        table = self.model if self.mapper is None else None
-        return session.sync_session.get_bind(self.mapper, clause=table).dialect.name
-
     def select(self, session: AsyncSession, *more: Any) -> Select[Any]:
-        """All that this session may see. ``more`` columns are at the end of a mapped class's rows."""
-        statement = select(self.model) if self.mapper is None else select(self.model, *more)
+        """All that this session may see, with ``more`` columns at the end of the rows."""
+        statement = select(self.type, *more)
         if self._is_scoped:  # a session of a box does it, too; one of somebody's own does not
-            statement = statement.where(self.model.tenant_id == self.tenant(session))
+            statement = statement.where(self.type.tenant_id == self.tenant(session))
         return statement if self._deleted is None else statement.where(self._deleted.is_not(true()))
-
-    def item(self, row: Row[Any]) -> Any:
-        return row if self.mapper is None else row[0]
-
-    def values(self, row: Row[Any], terms: Sequence[_Term]) -> Sequence[Any]:
-        return row[1:] if self.mapper is not None else [row._mapping[term.column] for term in terms]
 
     def is_tombstone(self, item: Any) -> bool:
         return self._deleted is not None and bool(item.deleted)
 
-    def _tombstone(self) -> Any:
-        found = self.model.c.get("deleted") if self.mapper is None else getattr(self.model, "deleted", None)
-        return found if isinstance(getattr(found, "type", None), Boolean) else None
 
-
-@dataclass(frozen=True, slots=True)
-class _Term:
+class _Term(NamedTuple):
     """A column that rows are sorted by."""
 
     column: Any
@@ -330,11 +263,11 @@ class _Term:
         """Comes after this value. NULLs are the last."""
         if value is None:
             return false()
-        after = self.column < self._literal(value) if self.falls else self.column > self._literal(value)
+        after = self.column < self.literal(value) if self.falls else self.column > self.literal(value)
         return or_(after, self.column.is_(None)) if self.is_nullable else after
 
     def same(self, value: Any) -> ColumnElement[bool]:
-        same: ColumnElement[bool] = self.column.is_(None) if value is None else self.column == self._literal(value)
+        same: ColumnElement[bool] = self.column.is_(None) if value is None else self.column == self.literal(value)
         return same
 
     def clauses(self, dialect: str) -> Sequence[Any]:
@@ -344,7 +277,7 @@ class _Term:
         # MySQL has no NULLS LAST; elsewhere it leaves the index of use.
         return [self.column.is_(None), clause] if dialect in ("mysql", "mariadb") else [clause.nulls_last()]
 
-    def _literal(self, value: Any) -> Any:
+    def literal(self, value: Any) -> Any:
         return literal(value, self.column.type)
 
 
@@ -368,15 +301,13 @@ class _Order:
 
     def beyond(self, values: Sequence[Any], dialect: str) -> ColumnElement[bool]:
         """Comes after these values."""
-        first = self.terms[0]
-        if dialect in ("postgresql", "sqlite") and all(
-            term.falls == first.falls and not term.is_nullable for term in self.terms
-        ):
-            ours = tuple_(*(term.column for term in self.terms))
-            last = tuple_(*(literal(value, term.column.type) for term, value in zip(self.terms, values, strict=True)))
+        first, pairs = self.terms[0], list(zip(self.terms, values, strict=True))
+        is_one_way = all(term.falls == first.falls and not term.is_nullable for term in self.terms)
+        if is_one_way and dialect in ("postgresql", "sqlite"):
+            ours, last = tuple_(*(term.column for term in self.terms)), tuple_(*(it.literal(v) for it, v in pairs))
             return ours < last if first.falls else ours > last
         ways, same = [], list[ColumnElement[bool]]()
-        for term, value in zip(self.terms, values, strict=True):
+        for term, value in pairs:
             ways.append(and_(*same, term.beyond(value)))
             same.append(term.same(value))
         return or_(*ways)
@@ -425,13 +356,10 @@ _KINDS = (bool, int, float, str, bytes, Decimal, UUID, date, datetime, time)
 
 def _kind(term: _Term) -> Any:
     """What the column gives, for the decoder of cursors."""
-    kind = term.column.type.impl_instance if isinstance(term.column.type, TypeDecorator) else term.column.type
+    kind = getattr(term.column.type, "impl_instance", term.column.type)
     if isinstance(kind, Float) and not isinstance(kind, Double):
         raise ConfigurationError(f"order_by: {term.column.key} is a Float, which MySQL rounds: use Double or Numeric")
-    try:
-        found = kind.python_type
-    except NotImplementedError:
-        found = object
+    found = python_type(kind)
     if not (found in _KINDS or issubclass(found, Enum)):
         raise ConfigurationError(f"order_by: {term.column.key} has a type that no cursor can carry")
-    return Optional[found] if term.is_nullable else found  # noqa: UP045  it is a value here
+    return found | None if term.is_nullable else found
