@@ -24,7 +24,7 @@ from pillarbox.projections import Add, Change, Projection, ProjectionRow, histor
 from pillarbox.projections.consumer import ProjectionConsumer
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
 from pillarbox.projections.shadow import alone
-from pillarbox.stores import archive, operations
+from pillarbox.stores import archive, inspection, operations
 from pillarbox.stores import inbox as stored
 from pillarbox.stores.archive_file import Writer
 from pillarbox.stores.inspection import Filter
@@ -548,6 +548,30 @@ async def test_what_a_failure_keeps_back_is_left_to_the_live_one(box: Pillarbox)
     assert await rows_of(box, JarRow) == [row]
 
 
+@pytest.mark.dialects
+async def test_what_was_edited_in_the_outbox_is_applied_as_edited(box: Pillarbox) -> None:
+    jars = box.projection(PickyJars(), source="outbox", retry=QUICKLY)
+    jar = Jar.make("plum")
+    async with box.unit_of_work() as uow:
+        uow.add(jar)
+    async with box.unit_of_work() as uow:
+        (await uow.session.get_one(Jar, jar.id)).fill(1)
+    await jars.drain()
+    [letter] = await dead_letters(box)
+    assert letter.event_id is not None
+    edited = msgspec.json.encode({**JSON.decode(letter.message.body), "grams": 5})
+    async with box.engine.begin() as connection:
+        found = await connection.run_sync(inspection.deliveries_of, UUID(letter.event_id), payload=False)
+        [failed] = [each for each in found if each.status is Status.FAILED]
+        await connection.run_sync(operations.edit, failed, ANNA, old=b"", new=edited, event_id=uuid4())
+    await jars.drain()
+    whole = await rows_of(box, JarRow)
+    assert 5 in whole[0]
+    done = await jars.rebuild()
+    assert (done.events, done.left_out) == (2, 0)
+    assert await rows_of(box, JarRow) == whole
+
+
 # -- what waits in inbound lanes ---------------------------------------------------------------------------------------
 
 
@@ -1060,7 +1084,7 @@ async def test_the_past_is_read_without_a_turn_to_write(box: Pillarbox) -> None:
     await fill_jars(box, 3)
     async with box.engine.begin() as writer:
         feed = await writer.run_sync(history.feed_of, labels.name, "outbox", [], ["tests.rebuilt.filled"])
-        pages = [page async for page in history.unseen(box.engine, feed, live=1, new=2)]
+        pages = [page async for page in history.Outbox(box.engine, feed, live=1, new=2).pages()]
     assert [len(page) for page in pages] == [8]
 
 
@@ -1072,7 +1096,7 @@ async def test_the_past_ends_where_it_was_read_from_first(box: Pillarbox, monkey
     async with box.engine.connect() as connection:
         feed = await connection.run_sync(history.feed_of, labels.name, "outbox", [], ["tests.rebuilt.filled"])
     read: list[int] = []
-    async for page in history.unseen(box.engine, feed, live=1, new=2):
+    async for page in history.Outbox(box.engine, feed, live=1, new=2).pages():
         if not read:
             await fill_jars(box, 3)
         read.append(len(page))

@@ -39,7 +39,7 @@ class ProjectionConsumer(Consumer):
         await self.register()
         rebuild = Rebuild(
             self.name,
-            self._home,
+            self._home.engine,
             self.projection,
             reader=self._reader,
             source=self.source,

@@ -20,17 +20,16 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
-from msgspec import structs
+import msgspec
 from sqlalchemy import Connection, StaticPool, exists, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from .. import clock
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming
-from ..consumers.home import Home
 from ..consumers.identity import KnownBy, arrival_in, named_event
 from ..consumers.reading import Reader
 from ..consumers.spilling import work_of
@@ -108,6 +107,8 @@ Tell = Callable[[Progress], Awaitable[None] | None]
 From = Literal["outbox", "broker"] | Sequence[Path]
 """Where the past is: in the outbox, at the broker, or in these archives and then in the outbox."""
 
+_Found = TypeVar("_Found")
+
 
 class _Past(Protocol):
     def pages(self) -> AsyncGenerator[Sequence[Message], None]:
@@ -118,8 +119,8 @@ class _Past(Protocol):
 
 
 class _Opened(NamedTuple):
-    message: Message
     arrival: Arrival
+    """With the body as it came, which a person may have edited since."""
     incoming: Incoming
 
     @property
@@ -128,8 +129,10 @@ class _Opened(NamedTuple):
 
 
 class _Decision(NamedTuple):
+    """What a person has decided about a message that was spilled."""
+
     place: Place
-    """Of the message that was spilled."""
+    """Of the message."""
     body: bytes | None
     """That is to have its effect; None: nothing is."""
 
@@ -140,7 +143,7 @@ class Rebuild:
     def __init__(
         self,
         name: str,
-        home: Home,
+        engine: AsyncEngine,
         projection: Projection,
         *,
         reader: Reader,
@@ -150,29 +153,26 @@ class Rebuild:
         inbox: Inbox,
         progress: Tell | None,
     ) -> None:
-        if isinstance(home.engine.pool, StaticPool):
+        if isinstance(engine.pool, StaticPool):
             raise ConfigurationError(
                 f"projection {name}: an in-memory SQLite has one connection, and a rebuild needs more: use a file"
             )
         self._name = name
-        self._engine = _own_engine(home.engine)
-        self._live = projection
+        self._engine = _own_engine(engine)
         self._reader = reader
         self._source = source
         self._topics = topics
-        self._spellings = spellings_of(topics, subscriber)
-        """A route may call a topic by another name than the consumer, and the broker take both for the same."""
         self._subscriber = subscriber
         self._inbox = inbox
         self._progress = progress
         self._shadow = Shadow(projection.table)
         self._projection = projection.into(self._shadow.table)
         self._connection: AsyncConnection
+        self._past: _Past
         self._events = self._rounds = self._old = self._new = 0
-        self._total: int | None = None
         self._left_out: dict[Place, str] = {}
         """Events that cannot be applied, or that a person has discarded, and why."""
-        self._decided: dict[Place, dict[bytes, _Decision]] = {}
+        self._decided: dict[tuple[Place, bytes], _Decision] = {}
         """What people have decided about events, by the digest of the body in which they came."""
 
     async def run(self, source: From, *, incomplete: bool) -> Rebuilt:
@@ -187,9 +187,9 @@ class Rebuild:
                 try:
                     async with self._engine.connect() as self._connection, AsyncExitStack() as stack:
                         await self._do(self._shadow.create)
-                        past = await self._past(source, stack)
-                        await self._go_through(past, incomplete=incomplete)
-                        await self._switch(past, incomplete=incomplete)
+                        self._past = await self._find_past(source, stack)
+                        await self._go_through(incomplete=incomplete)
+                        await self._switch(incomplete=incomplete)
                 except BaseException:
                     await self._give_up()
                     raise
@@ -203,14 +203,24 @@ class Rebuild:
 
     async def _tell(self, stage: Stage) -> None:
         if self._progress is not None:
-            told = self._progress(Progress(stage, self._events, self._total, len(self._left_out), self._rounds))
+            total = getattr(self._past, "total", None)
+            told = self._progress(Progress(stage, self._events, total, len(self._left_out), self._rounds))
             if inspect.isawaitable(told):
                 await told
 
     async def _do(self, work: Callable[..., Any], *given: Any) -> Any:
-        """On the connection that has the shadow: in a transaction, or in a savepoint of the one that switches."""
+        """On the connection that has the shadow: in a transaction, which is tried again while others are in its way, or
+        in a savepoint of the one that switches.
+        """
         connection = self._connection
-        async with connection.begin_nested() if connection.in_transaction() else connection.begin():
+
+        async def once() -> Any:
+            async with connection.begin():
+                return await connection.run_sync(work, *given)
+
+        if not connection.in_transaction():
+            return await _patiently(once)
+        async with connection.begin_nested():
             return await connection.run_sync(work, *given)
 
     async def _apart(self, work: Callable[..., Any], *given: Any) -> Any:
@@ -231,9 +241,12 @@ class Rebuild:
         while generation > 0 and await self._apart(stored.forget, self._number(generation), CLEARED_AT_ONCE):
             pass
 
+    def _number(self, generation: int) -> int:
+        return consumer_id(self._name, generation)
+
     # -- the past ------------------------------------------------------------------------------------------------------
 
-    async def _past(self, source: From, stack: AsyncExitStack) -> _Past:
+    async def _find_past(self, source: From, stack: AsyncExitStack) -> _Past:
         if source == "broker":
             if not isinstance(self._subscriber, Rereads):
                 where = "the outbox" if self._subscriber is None else f"{self._source!r}, which cannot be read again"
@@ -241,132 +254,93 @@ class Rebuild:
             return await stack.enter_async_context(aclosing(await self._subscriber.reread(self._topics)))
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
-        names = [kind.name for kind in self._live.kinds]
-        feed = await self._do(history.feed_of, self._name, self._source, self._spellings, names)
-        files: Sequence[Path] = () if isinstance(source, str) else source
-        if not files:
-            self._total = await self._do(history.count, feed)
+        # A route may call a topic by another name than the consumer, and the broker take both for the same.
+        topics = spellings_of(self._topics, self._subscriber)
+        names = [kind.name for kind in self._projection.kinds]
+        feed = await self._do(history.feed_of, self._name, self._source, topics, names)
+        files = () if isinstance(source, str) else source
         return history.Outbox(self._engine, feed, self._number(self._old), self._number(self._new), files)
 
-    def _number(self, generation: int) -> int:
-        return consumer_id(self._name, generation)
-
-    async def _go_through(self, past: _Past, *, incomplete: bool) -> None:
+    async def _go_through(self, *, incomplete: bool) -> None:
         began = await self._do(lambda it: it.scalar(select(from_now())))
         await self._tell(Stage.REPLAYING)
-        left = await self._replay(past.pages(), Stage.REPLAYING)
+        left = await self._replay(self._past.pages(), Stage.REPLAYING)
         if not incomplete:
             await self._do(self._check_complete, began)
         while True:
             self._rounds += 1
             await self._tell(Stage.CATCHING_UP)
-            before, left = left, await self._replay(past.pages(), Stage.CATCHING_UP)
+            before, left = left, await self._replay(self._past.pages(), Stage.CATCHING_UP)
             if left <= FEW or left > before // 2:  # a next round would find as many
                 return
 
-    async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage | None) -> int:
+    async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage | None = None) -> int:
         """Apply all that these pages bring; how much that was."""
         await self._do(self._look_up_decisions)
-        count = 0
+        applied = 0
         async with aclosing(pages):
             async for page in pages:
-                count += await self._apply(page)
+                applied += await self._apply(page)
                 if stage is not None:
                     await self._tell(stage)
-        return count
-
-    def _look_up_decisions(self, connection: Connection) -> None:
-        """What people have decided meanwhile. What was applied before they did cannot be taken back."""
-        before, self._decided = self._decided, _decisions(claims.amended(connection, self._name))
-        for place, decided in self._decided.items():
-            for form, decision in decided.items():
-                if decision == before.get(place, {}).get(form):
-                    continue
-                if form == ANY_BODY and self._is_applied(connection, decision.place):
-                    raise StoreError(
-                        f"projection {self._name} is as it was: event {place[1]} was applied, and then a person edited "
-                        "or discarded it: rebuild again"
-                    )
-                if decision.body is None:
-                    self._left_out[decision.place] = "a person has discarded it"
-                else:
-                    self._left_out.pop(place, None)  # perhaps it can be applied now
-
-    def _is_applied(self, connection: Connection, place: Place) -> bool:
-        here = inbox_table.c.tenant == (place[0] or ""), inbox_table.c.event_id == place[1]
-        found = select(inbox_table.c.event_id).where(inbox_table.c.consumer == self._number(self._new), *here)
-        return connection.scalar(found) is not None
+        return applied
 
     async def _apply(self, page: Sequence[Message]) -> int:
         """Apply these, those of one tenant together; how many of them were not known to be left out."""
         by_tenant: dict[str | None, list[_Opened]] = {}
-        count = 0
+        applied = 0
         for message in page:
             place = message.headers.get("tenant_id"), named_event(message)
             known = place in self._left_out
             if (opened := self._open(message, place)) is not None:
                 self._left_out.pop(opened.place, None)  # behind an unknown version of it, a known one may come
                 by_tenant.setdefault(opened.incoming.context.tenant, []).append(opened)
-            count += opened is not None or not known
+            applied += opened is not None or not known
         for theirs in by_tenant.values():
             await self._take_effect(theirs)
-        return count
+        return applied
 
     def _open(self, message: Message, place: Place) -> _Opened | None:
-        edited = message
-        if decision := self._decision_about(message, place):
+        digest = digest_of(message.body)
+        decision = self._decided.get((place, ANY_BODY)) or self._decided.get((place, digest))
+        if decision is not None:
             if decision.body is None:
                 return None
-            edited = Message(message.topic, message.key, decision.body, message.headers)
+            message = msgspec.structs.replace(message, body=decision.body)
         try:
-            incoming = self._reader.read(edited)
+            incoming = self._reader.read(message)
         except EventError as error:
             self._left_out[place] = redacted(str(error))
             return None
         except Exception as error:  # of an upcaster, or of the event's own class
-            self._give_up_on(message, place, error)
+            self._give_up_on(place, message.headers.get("event_type"), error)
             return None
         if incoming is None:
             return None
-        known = arrival_in(incoming)  # but for the body, which a person may have edited: it comes as it was
-        arrival = Arrival(known.event_id, known.schema_version, digest_of(message.body))
-        return _Opened(message, arrival, incoming)
+        return _Opened(msgspec.structs.replace(arrival_in(incoming), digest=digest), incoming)
 
-    def _decision_about(self, message: Message, place: Place) -> _Decision | None:
-        if (decided := self._decided.get(place)) is None:
-            return None
-        return decided.get(ANY_BODY) or decided.get(digest_of(message.body))
-
-    def _give_up_on(self, message: Message, place: Place, error: Exception) -> None:
+    def _give_up_on(self, place: Place, event_type: str | None, error: Exception) -> None:
         """Leave out an event that is at fault itself; any other error ends the rebuild."""
         failure, reason = classify(error), redacted(f"{type(error).__name__}: {error}")
-        if failure in (Failure.POISON, Failure.BUSINESS):
-            self._left_out[place] = reason
-            return
-        raise StoreError(
-            f"projection {self._name} is as it was: event {place[1]} ({message.headers.get('event_type')}) "
-            f"cannot be applied: {reason}"
-        ) from error
+        if failure not in (Failure.POISON, Failure.BUSINESS):
+            raise StoreError(
+                f"projection {self._name} is as it was: event {place[1]} ({event_type}) cannot be applied: {reason}"
+            ) from error
+        self._left_out[place] = reason
 
     async def _take_effect(self, opened: Sequence[_Opened]) -> None:
         """In one transaction. If that fails by the fault of an event, the halves are tried, down to that event."""
-        attempt = 0
-        while True:
-            try:
-                self._events += await self._do(self._write, opened)
-            except Exception as error:
-                if classify(error) is Failure.TRANSIENT:
-                    if self._connection.in_transaction() or RETRY.exhausted(attempt := attempt + 1):
-                        raise  # the switch is tried again as a whole
-                    await asyncio.sleep(RETRY.delay(attempt))
-                    continue
-                if len(opened) > 1:
-                    half = len(opened) // 2
-                    await self._take_effect(opened[:half])
-                    await self._take_effect(opened[half:])
-                else:
-                    self._give_up_on(opened[0].message, opened[0].place, error)
-            return
+        try:
+            self._events += await self._do(self._write, opened)
+        except Exception as error:
+            if classify(error) is Failure.TRANSIENT:
+                raise
+            if len(opened) == 1:
+                self._give_up_on(opened[0].place, opened[0].incoming.context.event_type, error)
+                return
+            half = len(opened) // 2
+            await self._take_effect(opened[:half])
+            await self._take_effect(opened[half:])
 
     def _write(self, connection: Connection, opened: Sequence[_Opened]) -> int:
         tenant = opened[0].incoming.context.tenant
@@ -377,83 +351,101 @@ class Rebuild:
         return len(new)
 
     def _check_complete(self, connection: Connection, began: Any) -> None:
-        """The new table must not lack what the old one has had before that, as far as the inbox remembers."""
-        if lacking := self._lacking(connection, began):
+        """The new table must not lack what the old one has had before that, as far as the inbox remembers: it was
+        delivered before, so the past must have it.
+        """
+        history.compare_all(connection)
+        old, new = inbox_table.alias(), inbox_table.alias()
+        same_event = new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id
+        lacking = (
+            select(old.c.tenant, old.c.event_id)
+            .where(old.c.consumer == self._number(self._old))
+            .where(old.c.schema_version > 0)  # the others had no effect under that id
+            .where(~exists().where(new.c.consumer == self._number(self._new), *same_event))
+            .where(~claims.is_claimed(self._name, old))
+            .limit(len(self._left_out) + 1_000)
+        )
+        if began is not None:
+            lacking = lacking.where(old.c.at < began)
+        found = sum((tenant or None, event) not in self._left_out for tenant, event in connection.execute(lacking))
+        if found:
             elsewhere = "" if self._subscriber is None else "`--from broker` if the broker has them, "
             raise StoreError(
-                f"projection {self._name} is as it was: it has had {lacking:,} events or more that are not found any "
+                f"projection {self._name} is as it was: it has had {found:,} events or more that are not found any "
                 f"more; use {elsewhere}`--from FILE` for each archive that has them, or `--incomplete` if the new "
                 "table may lack them"
             )
 
-    def _lacking(self, connection: Connection, began: Any) -> int:
-        """What was dealt with before we began was delivered before, so the past must have it."""
-        history.compare_all(connection)
-        old, new = inbox_table.alias(), inbox_table.alias()
-        number = self._number(self._new)
-        found = exists().where(new.c.consumer == number, new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id)
-        these = [old.c.consumer == self._number(self._old)]
-        if began is not None:
-            these.append(old.c.at < began)
-        these.append(old.c.schema_version > 0)  # the others had no effect under that id
-        enough = len(self._left_out) + 1_000
-        waits = claims.is_claimed(self._name, old)
-        rows = connection.execute(select(old.c.tenant, old.c.event_id).where(*these, ~found, ~waits).limit(enough))
-        return sum((tenant or None, event_id) not in self._left_out for tenant, event_id in rows)
+    # -- what people have decided --------------------------------------------------------------------------------------
+
+    def _look_up_decisions(self, connection: Connection) -> None:
+        """What people have decided meanwhile. What was applied before they did cannot be taken back."""
+        before, self._decided = self._decided, _decisions(claims.amended(connection, self._name))
+        for (place, form), decision in self._decided.items() - before.items():
+            if form == ANY_BODY and self._is_applied(connection, decision.place):
+                raise StoreError(
+                    f"projection {self._name} is as it was: event {place[1]} was applied, and then a person edited "
+                    "or discarded it: rebuild again"
+                )
+            if decision.body is None:
+                self._left_out[decision.place] = "a person has discarded it"
+            else:
+                self._left_out.pop(place, None)  # perhaps it can be applied now
+
+    def _is_applied(self, connection: Connection, place: Place) -> bool:
+        return connection.scalar(_digest_in_inbox(self._number(self._new), place)) is not None
 
     # -- the switch ----------------------------------------------------------------------------------------------------
 
-    async def _switch(self, past: _Past, *, incomplete: bool) -> None:
+    async def _switch(self, *, incomplete: bool) -> None:
         """One transaction, tried again as long as others are in its way."""
-        events, left_out, decided = self._events, dict(self._left_out), self._decided
+        events, left_out, decided = self._events, self._left_out, self._decided
         rest: list[Sequence[Message]] = []
-        attempt = 0
-        while True:
+
+        async def once() -> None:
             self._events, self._left_out, self._decided = events, dict(left_out), decided
-            try:
-                async with self._connection.begin():
-                    # Waits for the batches of the live one, and lets no other begin: so all that it has done was
-                    # delivered, and can be seen.
-                    await self._connection.run_sync(stored.set_generation, self._name, self._new)
-                    await self._tell(Stage.SWITCHING)
-                    await self._replay(_kept(rest, past), None)
-                    if not incomplete:  # a broker may have been slow to bring what the live one has had
-                        await self._do(self._check_complete, None)
-                    await self._do(self._settle)
-                    await self._do(self._shadow.switch, [self._number(self._old), self._number(self._new)])
-            except Exception as error:
-                if classify(error) is not Failure.TRANSIENT or RETRY.exhausted(attempt := attempt + 1):
-                    raise
-                logger.debug("projection %s: no switch yet: %s", self._name, redacted(str(error)))
-                await asyncio.sleep(RETRY.delay(attempt))
-            else:
-                return
+            async with self._connection.begin():
+                # Waits for the batches of the live one, and lets no other begin: so all that it has done was
+                # delivered, and can be seen.
+                await self._connection.run_sync(stored.set_generation, self._name, self._new)
+                await self._tell(Stage.SWITCHING)
+                await self._replay(_kept(rest, self._past))
+                if not incomplete:  # a broker may have been slow to bring what the live one has had
+                    await self._do(self._check_complete, None)
+                await self._do(self._settle)
+                await self._do(self._shadow.switch, [self._number(self._old), self._number(self._new)])
+
+        await _patiently(once)
 
     def _settle(self, connection: Connection) -> None:
         """What waits in lanes and was applied counts as handled; the rest goes on waiting. What was left out, and the
         live one has had, will not come again: it counts as handled, too.
         """
-        numbers = self._number(self._old), self._number(self._new)
-        claims.move(connection, self._name, *numbers)  # first: what is left out may wait
-        for (tenant, event_id), reason in self._left_out.items():
-            here = inbox_table.c.tenant == (tenant or ""), inbox_table.c.event_id == event_id
-            had = select(inbox_table.c.digest).where(inbox_table.c.consumer == numbers[0], *here)
-            if (digest := connection.scalar(had)) is not None:
-                self._inbox.admit(connection, numbers[1], tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
+        old, new = self._number(self._old), self._number(self._new)
+        claims.move(connection, self._name, old, new)  # first: what is left out may wait
+        for place, reason in self._left_out.items():
+            tenant, event_id = place
+            if (digest := connection.scalar(_digest_in_inbox(old, place))) is not None:
+                self._inbox.admit(connection, new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
             logger.warning("projection %s: event %s is left out: %s", self._name, event_id, reason)
 
 
-def _decisions(amended: Sequence[claims.Amended]) -> dict[Place, dict[bytes, _Decision]]:
-    found: dict[Place, dict[bytes, _Decision]] = {}
+def _decisions(amended: Sequence[claims.Amended]) -> dict[tuple[Place, bytes], _Decision]:
+    found: dict[tuple[Place, bytes], _Decision] = {}
     for tenant, message, body in amended:
         work = work_of(message)
         if work.claim is not None:
             # What could not be read, or came with another body, is no decision about other forms of its event.
             form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
-            as_edited = None if body is None else work_of(structs.replace(message, body=body)).message.body
-            decision = _Decision((tenant, work.claim.inbox_id), as_edited)
-            found.setdefault((work.tenant, named_event(work.message)), {})[form] = decision
+            place = work.tenant, named_event(work.message)
+            edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
+            found[place, form] = _Decision((tenant, work.claim.inbox_id), edited)
     return found
+
+
+def _digest_in_inbox(consumer: int, place: Place) -> Any:
+    here = inbox_table.c.tenant == (place[0] or ""), inbox_table.c.event_id == place[1]
+    return select(inbox_table.c.digest).where(inbox_table.c.consumer == consumer, *here)
 
 
 async def _kept(rest: list[Sequence[Message]], past: _Past) -> AsyncGenerator[Sequence[Message], None]:
@@ -464,6 +456,19 @@ async def _kept(rest: list[Sequence[Message]], past: _Past) -> AsyncGenerator[Se
         async for page in pages:
             rest.append(page)
             yield page
+
+
+async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
+    """Do it, again and again as long as others are in its way."""
+    attempt = 0
+    while True:
+        try:
+            return await work()
+        except Exception as error:
+            if classify(error) is not Failure.TRANSIENT or RETRY.exhausted(attempt := attempt + 1):
+                raise
+            logger.debug("a rebuild tries again: %s", redacted(str(error)))
+            await asyncio.sleep(RETRY.delay(attempt))
 
 
 def _own_engine(engine: AsyncEngine) -> AsyncEngine:
