@@ -9,12 +9,14 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from sqlalchemy import String, select
+from sqlalchemy import String, select, update
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import IntegrationEvent, Pillarbox, Poison, RetryPolicy, Route, UnitOfWork
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, on
+from pillarbox.projections.rebuild import Progress, Stage
 from pillarbox.transports.pulsar import PulsarSubscriber, PulsarTransport
 from pillarbox.transports.pulsar.admin import Policies
 from tests.servers import Database, Pulsar
@@ -37,6 +39,21 @@ class Reading(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     meter: Mapped[str] = mapped_column(String(100))
     reading: Mapped[int]
+
+
+class TotalRow(ProjectionRow, Base):
+    __tablename__ = "meter_totals"
+
+    meter: Mapped[str] = mapped_column(String(100), primary_key=True)
+    readings: Mapped[int] = mapped_column(default=0)
+
+
+class Totals(Projection, row=TotalRow, guarded=False):
+    """Nothing but the inbox keeps a reading from being counted twice."""
+
+    @on(Metered)
+    def metered(self, event: Metered) -> Change:
+        return self.put(meter=event.meter, readings=Add(1))
 
 
 @pytest.fixture
@@ -108,6 +125,30 @@ async def test_the_topics_of_all_tenants_by_one_template(box: Pillarbox, topic: 
         for key in range(3):
             meter = f"{tenant}-{key}"
             assert [reading for one, reading in found if one == meter] == list(range(key, 10, 3))
+
+
+async def test_a_projection_of_a_template_is_rebuilt_from_the_topics_that_there_are(box: Pillarbox, topic: str) -> None:
+    """Also if one of them comes into being while it is rebuilt."""
+    totals = box.projection(Totals, source="pulsar", topics=[topic + "-{tenant}"], retry=RetryPolicy(0.01, 0.1))
+    for tenant in ("acme", "globex"):
+        await publish(box, tenant, *range(9))
+    await totals.drain(idle=1)
+    async with box.engine.begin() as connection:
+        await connection.execute(update(TotalRow).values(readings=99))
+
+    async def more(progress: Progress) -> None:
+        if (progress.stage, progress.rounds) == (Stage.CATCHING_UP, 1) and "initech" not in published:
+            published.append("initech")
+            await publish(box, "initech", *range(9))
+            await totals.drain(idle=1)
+
+    published: list[str] = []
+    done = await totals.rebuild("broker", progress=more)
+    assert (done.events, done.left_out) == (27, 0)
+    async with box.engine.connect() as connection:
+        rows = (await connection.execute(select(TotalRow.meter, TotalRow.readings))).all()
+    assert {*rows} == {(f"{tenant}-{meter}", 3) for tenant in ("acme", "globex", "initech") for meter in range(3)}
+    assert (await totals.drain(idle=1)).handled == 0
 
 
 async def test_poison_is_on_the_dead_letter_topic(box: Pillarbox, pulsar: Pulsar, topic: str) -> None:

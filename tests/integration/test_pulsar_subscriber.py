@@ -603,6 +603,25 @@ class TestReread:
             while await subscriptions(pulsar, topic):  # noqa: ASYNC110  the broker tells nobody
                 await asyncio.sleep(0.1)
 
-    async def test_a_template_is_refused(self, pulsar: Pulsar) -> None:
-        with pytest.raises(ConfigurationError, match="name them, or read from the outbox"):
-            await PulsarSubscriber(pulsar.url).reread(["orders-{tenant}"])
+    async def test_a_template_means_the_topics_that_there_are_when_it_is_asked(
+        self, pulsar: Pulsar, publisher: PulsarTransport
+    ) -> None:
+        base = new_topic()
+        acme, globex, other = f"{base}-acme", f"{base}-globex", f"{base}x-acme"
+        await make_partitioned(pulsar, acme, 2)
+        sent = [*messages(acme, "abab"), *messages(globex, "xy", first=5)]
+        await publish(publisher, [*sent, *messages(other, "a")])
+        history = await PulsarSubscriber(pulsar.url).reread([f"{base}-{{tenant}}", globex])
+        first = [each for page in [page async for page in history.pages()] for each in page]
+        assert by_key(first) == by_key(sent)
+        assert {each.topic for each in first} == {acme, globex}, "each once, as it is called"
+        await publish(publisher, later := [*messages(f"{base}-initech", "cd"), *messages(globex, "x", first=7)])
+        more = [each for page in [page async for page in history.pages()] for each in page]
+        assert by_key(more) == by_key(later)
+        assert [page async for page in history.pages()] == []
+        await history.aclose()
+        await history.aclose()
+
+    async def test_a_template_that_cannot_be_looked_for_is_refused(self, pulsar: Pulsar) -> None:
+        with pytest.raises(ConfigurationError, match="admin_url"):
+            await PulsarSubscriber(pulsar.url).reread(["persistent://{tenant}/default/orders"])

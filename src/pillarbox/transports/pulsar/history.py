@@ -12,6 +12,8 @@ from typing import Any
 from ...transport import Message
 from . import official
 from .credentials import said
+from .names import TopicName
+from .templates import TopicFinder
 
 PAGE = 2_000
 """Messages that are read at a time."""
@@ -24,39 +26,47 @@ _Place = tuple[int, int]
 
 
 class PulsarHistory:
-    """Some topics, from their first message on."""
+    """Some topics, and those that there are for templates, from their first message on."""
 
-    def __init__(self, client: Any, names: Mapping[str, str]) -> None:
+    def __init__(self, client: Any, plain: Mapping[TopicName, str], finder: TopicFinder | None) -> None:
         self._pulsar = official.load()
         self._client = client
-        self._names = names
-        """Topics as the user calls them, by their full names."""
+        self._plain = plain
+        """With the names that the user calls them by."""
+        self._finder = finder
         self._readers: dict[str, Any] = {}
 
     async def pages(self) -> AsyncGenerator[Sequence[Message], None]:
+        names = self._plain
+        if self._finder is not None:
+            await self._finder.look()
+            names = {**self._finder.found, **self._plain}
+        topic = ""
         try:
-            for topic, reader, end in await asyncio.to_thread(self._open):
+            for topic, reader, end in await asyncio.to_thread(self._open, names):
                 more = True
                 while more:
                     page, more = await asyncio.to_thread(self._page, topic, reader, end)
                     if page:
                         yield page
         except self._pulsar.PulsarException as error:
-            raise ConnectionError(f"{', '.join(self._names.values())} cannot be read again: {said(error)}") from None
+            raise ConnectionError(f"{topic or ', '.join(names.values())} cannot be read again: {said(error)}") from None
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._client.shutdown)
+        if self._finder is not None:
+            await self._finder.close()
 
-    def _open(self) -> list[tuple[str, Any, _Place]]:
-        """The partitions that have messages, each with a reader and the place of its last message."""
+    def _open(self, names: Mapping[TopicName, str]) -> list[tuple[str, Any, _Place]]:
+        """The partitions that have more messages, each with a reader and the place of its last message."""
         found = []
-        for name, topic in self._names.items():
-            for partition in self._client.get_topic_partitions(name):
-                end = self._end(partition)
-                if end is not None:
-                    if partition not in self._readers:
-                        self._readers[partition] = self._reader(partition, self._pulsar.MessageId.earliest)
-                    found.append((topic, self._readers[partition], end))
+        for name, topic in names.items():
+            for partition in self._client.get_topic_partitions(str(name)):
+                if partition not in self._readers:
+                    self._readers[partition] = self._reader(partition, self._pulsar.MessageId.earliest)
+                reader = self._readers[partition]
+                if reader.has_message_available() and (end := self._end(partition)) is not None:
+                    found.append((topic, reader, end))
         return found
 
     def _end(self, partition: str) -> _Place | None:

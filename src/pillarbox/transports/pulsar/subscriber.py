@@ -117,7 +117,6 @@ class PulsarSubscriber:
             raise ConfigurationError(f"group {group!r} subscribes to topics, or to templates of topics, got none")
         self.check_topics(topics)
         await secret_of(self._credentials)  # if there is none to be had, here it says why
-        templates = [topic for topic in topics if topic_pattern(topic) is not None]
         pulsar = self._pulsar
         client = official.new_client(self._url, self._credentials, self._tls)
         subscription = PulsarSubscription(
@@ -128,8 +127,7 @@ class PulsarSubscriber:
                 consumer_type=getattr(pulsar.ConsumerType, KINDS[self._kind]),
                 batch_index_ack_enabled=True,
             ),
-            {TopicName.parse(topic): topic for topic in topics if topic not in templates},
-            self._finder(templates) if templates else None,
+            *self._named(topics),
             kind=self._kind,
             prefetch=self._prefetch,
         )
@@ -152,25 +150,23 @@ class PulsarSubscriber:
         finally:
             await subscription.close()
 
-    def _finder(self, templates: Sequence[str]) -> TopicFinder:
+    def _named(self, topics: Sequence[str]) -> tuple[Mapping[TopicName, str], TopicFinder | None]:
+        """The topics that are named, and what finds those of the templates."""
+        templates = [topic for topic in topics if topic_pattern(topic) is not None]
+        plain = {TopicName.parse(topic): topic for topic in topics if topic not in templates}
+        if not templates:
+            return plain, None
         client = Client(self._url, self._credentials, self._tls, timeout=_TIMEOUT, keep_alive=_KEEP_ALIVE)
         admin = None
         if self._admin_url is not None:
             admin = PulsarAdmin(self._admin_url, self._credentials, self._tls)
-        return TopicFinder(templates, client, admin)
+        return plain, TopicFinder(templates, client, admin)
 
     async def reread(self, topics: Sequence[str]) -> PulsarHistory:
-        """Read these topics from their first stored message on. Pulsar's client finds topics by a template only for a
-        group, which would stay at the broker: name them.
-        """
-        if templates := [topic for topic in topics if topic_pattern(topic) is not None]:
-            raise ConfigurationError(
-                f"{templates[0]!r}: Pulsar reads topics again by their names, and not by a template: name them, or "
-                "read from the outbox"
-            )
+        """Read these topics from their first stored message on, and those that there are for templates."""
+        self.check_topics(topics)
         await secret_of(self._credentials)
-        client = official.new_client(self._url, self._credentials, self._tls)
-        return PulsarHistory(client, {str(TopicName.parse(topic)): topic for topic in topics})
+        return PulsarHistory(official.new_client(self._url, self._credentials, self._tls), *self._named(topics))
 
     def spellings(self, topic: str) -> Sequence[str]:
         """All names of this topic, or of the topics of this template."""
