@@ -38,9 +38,9 @@ class ProjectionConsumer(Consumer):
         """
         await self.register()
         rebuild = Rebuild(
-            self.name,
-            self._home.engine,
-            self.projection,
+            name=self.name,
+            engine=self._home.engine,
+            live=self.projection,
             reader=self._reader,
             source=self.source,
             topics=self.topics,

@@ -161,6 +161,9 @@ class Outbox:
             finally:
                 await connection.invalidate()  # and what was put aside with it, whatever has happened
 
+    async def aclose(self) -> None:
+        """There is nothing to let go of."""
+
     def _put_aside(self, connection: Connection) -> int:
         compare_all(connection)
         _PAST.create(connection, checkfirst=False)

@@ -16,11 +16,11 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -39,10 +39,9 @@ from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import claims, sqlite
 from ..stores import inbox as stored
-from ..stores.columns import from_now
 from ..stores.pool import with_own_pool
 from ..stores.tables import inbox as inbox_table
-from ..transport import Message, Rereads, Subscriber, spellings_of
+from ..transport import History, Message, Rereads, Subscriber, spellings_of
 from . import history
 from .projection import Projection
 from .shadow import Shadow, alone
@@ -110,14 +109,6 @@ From = Literal["outbox", "broker"] | Sequence[Path]
 _Found = TypeVar("_Found")
 
 
-class _Past(Protocol):
-    def pages(self) -> AsyncGenerator[Sequence[Message], None]:
-        """The events that earlier calls did not bring, or that the new generation does not know, up to those that are
-        there when it is called. In order per key.
-        """
-        ...
-
-
 class _Opened(NamedTuple):
     arrival: Arrival
     """With the body as it came, which a person may have edited since."""
@@ -137,38 +128,30 @@ class _Decision(NamedTuple):
     """That is to have its effect; None: nothing is."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Rebuild:
     """One rebuild of one projection. Made by `ProjectionConsumer.rebuild`."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: AsyncEngine,
-        projection: Projection,
-        *,
-        reader: Reader,
-        source: str,
-        topics: Sequence[str],
-        subscriber: Subscriber | None,
-        inbox: Inbox,
-        progress: Tell | None,
-    ) -> None:
-        if isinstance(engine.pool, StaticPool):
+    name: str
+    engine: AsyncEngine
+    live: Projection
+    reader: Reader
+    source: str
+    topics: Sequence[str]
+    subscriber: Subscriber | None
+    inbox: Inbox
+    progress: Tell | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engine.pool, StaticPool):
             raise ConfigurationError(
-                f"projection {name}: an in-memory SQLite has one connection, and a rebuild needs more: use a file"
+                f"projection {self.name}: an in-memory SQLite has one connection, and a rebuild needs more: use a file"
             )
-        self._name = name
-        self._engine = _own_engine(engine)
-        self._reader = reader
-        self._source = source
-        self._topics = topics
-        self._subscriber = subscriber
-        self._inbox = inbox
-        self._progress = progress
-        self._shadow = Shadow(projection.table)
-        self._projection = projection.into(self._shadow.table)
+        self.engine = _own_engine(self.engine)
+        self._shadow = Shadow(self.live.table)
+        self._projection = self.live.into(self._shadow.table)
         self._connection: AsyncConnection
-        self._past: _Past
+        self._past: History
         self._events = self._rounds = self._old = self._new = 0
         self._left_out: dict[Place, str] = {}
         """Events that cannot be applied, or that a person has discarded, and why."""
@@ -179,32 +162,33 @@ class Rebuild:
         """Do it."""
         began = clock.current().monotonic()
         try:
-            async with alone(self._engine, self._name):
-                self._old = await self._apart(stored.generation_of, self._name)
+            async with alone(self.engine, self.name):
+                self._old = await self._apart(stored.generation_of, self.name)
                 self._new = self._old + 1
                 for left in (self._old - 1, self._new):  # by rebuilds that have died
                     await self._forget(left)
                 try:
-                    async with self._engine.connect() as self._connection, AsyncExitStack() as stack:
+                    async with self.engine.connect() as self._connection:
                         await self._do(self._shadow.create)
-                        self._past = await self._find_past(source, stack)
-                        await self._go_through(incomplete=incomplete)
-                        await self._switch(incomplete=incomplete)
+                        self._past = await self._find_past(source)
+                        async with aclosing(self._past):
+                            await self._go_through()
+                            await self._switch(incomplete=incomplete)
                 except BaseException:
                     await self._give_up()
                     raise
                 await self._tell(Stage.CLEARING)
                 await self._forget(self._old)
         finally:
-            await self._engine.dispose()
+            await self.engine.dispose()
         seconds = clock.current().monotonic() - began
-        logger.info("projection %s: generation %d has %d events", self._name, self._new, self._events)
-        return Rebuilt(self._name, self._new, self._events, len(self._left_out), self._rounds, round(seconds, 3))
+        logger.info("projection %s: generation %d has %d events", self.name, self._new, self._events)
+        return Rebuilt(self.name, self._new, self._events, len(self._left_out), self._rounds, round(seconds, 3))
 
     async def _tell(self, stage: Stage) -> None:
-        if self._progress is not None:
+        if self.progress is not None:
             total = getattr(self._past, "total", None)
-            told = self._progress(Progress(stage, self._events, total, len(self._left_out), self._rounds))
+            told = self.progress(Progress(stage, self._events, total, len(self._left_out), self._rounds))
             if inspect.isawaitable(told):
                 await told
 
@@ -224,17 +208,17 @@ class Rebuild:
             return await connection.run_sync(work, *given)
 
     async def _apart(self, work: Callable[..., Any], *given: Any) -> Any:
-        async with self._engine.begin() as connection:
+        async with self.engine.begin() as connection:
             return await connection.run_sync(work, *given)
 
     async def _give_up(self) -> None:
         """Leave nothing in the inbox. If even that fails, the next rebuild does it."""
         try:
-            if await self._apart(stored.generation_of, self._name) != self._new:
+            if await self._apart(stored.generation_of, self.name) != self._new:
                 await self._forget(self._new)
         except Exception as error:
             reason = redacted(f"{type(error).__name__}: {error}")
-            logger.warning("projection %s: the next rebuild clears the inbox: %s", self._name, reason)
+            logger.warning("projection %s: the next rebuild clears the inbox: %s", self.name, reason)
 
     async def _forget(self, generation: int) -> None:
         """Let the inbox forget a generation."""
@@ -242,47 +226,42 @@ class Rebuild:
             pass
 
     def _number(self, generation: int) -> int:
-        return consumer_id(self._name, generation)
+        return consumer_id(self.name, generation)
 
     # -- the past ------------------------------------------------------------------------------------------------------
 
-    async def _find_past(self, source: From, stack: AsyncExitStack) -> _Past:
+    async def _find_past(self, source: From) -> History:
         if source == "broker":
-            if not isinstance(self._subscriber, Rereads):
-                where = "the outbox" if self._subscriber is None else f"{self._source!r}, which cannot be read again"
-                raise ConfigurationError(f"projection {self._name} has its events from {where}: use `--from outbox`")
-            return await stack.enter_async_context(aclosing(await self._subscriber.reread(self._topics)))
+            if not isinstance(self.subscriber, Rereads):
+                where = "the outbox" if self.subscriber is None else f"{self.source!r}, which cannot be read again"
+                raise ConfigurationError(f"projection {self.name} has its events from {where}: use `--from outbox`")
+            return await self.subscriber.reread(self.topics)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
         # A route may call a topic by another name than the consumer, and the broker take both for the same.
-        topics = spellings_of(self._topics, self._subscriber)
+        topics = spellings_of(self.topics, self.subscriber)
         names = [kind.name for kind in self._projection.kinds]
-        feed = await self._do(history.feed_of, self._name, self._source, topics, names)
+        feed = await self._do(history.feed_of, self.name, self.source, topics, names)
         files = () if isinstance(source, str) else source
-        return history.Outbox(self._engine, feed, self._number(self._old), self._number(self._new), files)
+        return history.Outbox(self.engine, feed, self._number(self._old), self._number(self._new), files)
 
-    async def _go_through(self, *, incomplete: bool) -> None:
-        began = await self._do(lambda it: it.scalar(select(from_now())))
-        await self._tell(Stage.REPLAYING)
+    async def _go_through(self) -> None:
         left = await self._replay(self._past.pages(), Stage.REPLAYING)
-        if not incomplete:
-            await self._do(self._check_complete, began)
         while True:
             self._rounds += 1
-            await self._tell(Stage.CATCHING_UP)
             before, left = left, await self._replay(self._past.pages(), Stage.CATCHING_UP)
             if left <= FEW or left > before // 2:  # a next round would find as many
                 return
 
-    async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage | None = None) -> int:
+    async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage) -> int:
         """Apply all that these pages bring; how much that was."""
+        await self._tell(stage)
         await self._do(self._look_up_decisions)
         applied = 0
         async with aclosing(pages):
             async for page in pages:
                 applied += await self._apply(page)
-                if stage is not None:
-                    await self._tell(stage)
+                await self._tell(stage)
         return applied
 
     async def _apply(self, page: Sequence[Message]) -> int:
@@ -308,7 +287,7 @@ class Rebuild:
                 return None
             message = msgspec.structs.replace(message, body=decision.body)
         try:
-            incoming = self._reader.read(message)
+            incoming = self.reader.read(message)
         except EventError as error:
             self._left_out[place] = redacted(str(error))
             return None
@@ -324,7 +303,7 @@ class Rebuild:
         failure, reason = classify(error), redacted(f"{type(error).__name__}: {error}")
         if failure not in (Failure.POISON, Failure.BUSINESS):
             raise StoreError(
-                f"projection {self._name} is as it was: event {place[1]} ({event_type}) cannot be applied: {reason}"
+                f"projection {self.name} is as it was: event {place[1]} ({event_type}) cannot be applied: {reason}"
             ) from error
         self._left_out[place] = reason
 
@@ -345,14 +324,14 @@ class Rebuild:
     def _write(self, connection: Connection, opened: Sequence[_Opened]) -> int:
         tenant = opened[0].incoming.context.tenant
         arrivals = [it.arrival for it in opened]
-        admissions = self._inbox.admit(connection, self._number(self._new), tenant, arrivals).admissions
+        admissions = self.inbox.admit(connection, self._number(self._new), tenant, arrivals).admissions
         new = [it.incoming for it, found in zip(opened, admissions, strict=True) if found is Admission.NEW]
         self._projection.write(connection, tenant, new)
         return len(new)
 
-    def _check_complete(self, connection: Connection, began: Any) -> None:
-        """The new table must not lack what the old one has had before that, as far as the inbox remembers: it was
-        delivered before, so the past must have it.
+    def _check_complete(self, connection: Connection) -> None:
+        """The new table must not lack what the old one has had, as far as the inbox remembers: it was delivered, so the
+        past must have it. A broker may be slow to bring it.
         """
         history.compare_all(connection)
         old, new = inbox_table.alias(), inbox_table.alias()
@@ -362,16 +341,14 @@ class Rebuild:
             .where(old.c.consumer == self._number(self._old))
             .where(old.c.schema_version > 0)  # the others had no effect under that id
             .where(~exists().where(new.c.consumer == self._number(self._new), *same_event))
-            .where(~claims.is_claimed(self._name, old))
+            .where(~claims.is_claimed(self.name, old))
             .limit(len(self._left_out) + 1_000)
         )
-        if began is not None:
-            lacking = lacking.where(old.c.at < began)
         found = sum((tenant or None, event) not in self._left_out for tenant, event in connection.execute(lacking))
         if found:
-            elsewhere = "" if self._subscriber is None else "`--from broker` if the broker has them, "
+            elsewhere = "" if self.subscriber is None else "`--from broker` if the broker has them, "
             raise StoreError(
-                f"projection {self._name} is as it was: it has had {found:,} events or more that are not found any "
+                f"projection {self.name} is as it was: it has had {found:,} events or more that are not found any "
                 f"more; use {elsewhere}`--from FILE` for each archive that has them, or `--incomplete` if the new "
                 "table may lack them"
             )
@@ -380,20 +357,18 @@ class Rebuild:
 
     def _look_up_decisions(self, connection: Connection) -> None:
         """What people have decided meanwhile. What was applied before they did cannot be taken back."""
-        before, self._decided = self._decided, _decisions(claims.amended(connection, self._name))
+        before, self._decided = self._decided, _decisions(claims.amended(connection, self.name))
         for (place, form), decision in self._decided.items() - before.items():
-            if form == ANY_BODY and self._is_applied(connection, decision.place):
+            here = _digest_in_inbox(self._number(self._new), decision.place)
+            if form == ANY_BODY and connection.scalar(here) is not None:  # it was applied
                 raise StoreError(
-                    f"projection {self._name} is as it was: event {place[1]} was applied, and then a person edited "
+                    f"projection {self.name} is as it was: event {place[1]} was applied, and then a person edited "
                     "or discarded it: rebuild again"
                 )
             if decision.body is None:
                 self._left_out[decision.place] = "a person has discarded it"
             else:
                 self._left_out.pop(place, None)  # perhaps it can be applied now
-
-    def _is_applied(self, connection: Connection, place: Place) -> bool:
-        return connection.scalar(_digest_in_inbox(self._number(self._new), place)) is not None
 
     # -- the switch ----------------------------------------------------------------------------------------------------
 
@@ -407,11 +382,10 @@ class Rebuild:
             async with self._connection.begin():
                 # Waits for the batches of the live one, and lets no other begin: so all that it has done was
                 # delivered, and can be seen.
-                await self._connection.run_sync(stored.set_generation, self._name, self._new)
-                await self._tell(Stage.SWITCHING)
-                await self._replay(_kept(rest, self._past))
-                if not incomplete:  # a broker may have been slow to bring what the live one has had
-                    await self._do(self._check_complete, None)
+                await self._connection.run_sync(stored.set_generation, self.name, self._new)
+                await self._replay(_kept(rest, self._past), Stage.SWITCHING)
+                if not incomplete:
+                    await self._do(self._check_complete)
                 await self._do(self._settle)
                 await self._do(self._shadow.switch, [self._number(self._old), self._number(self._new)])
 
@@ -422,12 +396,12 @@ class Rebuild:
         live one has had, will not come again: it counts as handled, too.
         """
         old, new = self._number(self._old), self._number(self._new)
-        claims.move(connection, self._name, old, new)  # first: what is left out may wait
+        claims.move(connection, self.name, old, new)  # first: what is left out may wait
         for place, reason in self._left_out.items():
             tenant, event_id = place
             if (digest := connection.scalar(_digest_in_inbox(old, place))) is not None:
-                self._inbox.admit(connection, new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
-            logger.warning("projection %s: event %s is left out: %s", self._name, event_id, reason)
+                self.inbox.admit(connection, new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
+            logger.warning("projection %s: event %s is left out: %s", self.name, event_id, reason)
 
 
 def _decisions(amended: Sequence[claims.Amended]) -> dict[tuple[Place, bytes], _Decision]:
@@ -448,7 +422,7 @@ def _digest_in_inbox(consumer: int, place: Place) -> Any:
     return select(inbox_table.c.digest).where(inbox_table.c.consumer == consumer, *here)
 
 
-async def _kept(rest: list[Sequence[Message]], past: _Past) -> AsyncGenerator[Sequence[Message], None]:
+async def _kept(rest: list[Sequence[Message]], past: History) -> AsyncGenerator[Sequence[Message], None]:
     """What is in ``rest``, and the pages of the past, which stay there: who tries again needs them once more."""
     for page in [*rest]:
         yield page
