@@ -1,8 +1,8 @@
 """The cache port: values that may be forgotten at any time, and are never older than the last `delete` of their key.
 
-Between reading a row and filling the cache with it, somebody may change the row and delete the key: a late fill would
-then bring the old value back, for as long as it lives. So a key that is not there is answered with a `Ticket`, and only
-a ticket fills. `delete` makes all tickets of a key worthless. Take the ticket first and read afterwards.
+Between reading a row and filling the cache with it, another process may change the row and delete the key: a late fill
+would bring the old value back, for as long as it lives. So a missing key is answered with a `Ticket`, and only a ticket
+fills. `delete` invalidates all tickets of a key. Take the ticket first and read afterwards.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Protocol
 from . import clock
 
 TICKET_SECONDS = 10.0
-"""How long a ticket is good for. Who reads longer than that does not fill."""
+"""How long a ticket is valid. A slower read does not fill."""
 MAX_KEYS = 10_000
-"""What a `MemoryCache` holds at most."""
+"""The size of a `MemoryCache`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to fill a key with what is read from now on."""
+    """The right to fill a key with a value that is read from now on."""
 
     key: str
     number: str
 
 
 class Cache(Protocol):
-    """Where values are kept for a while. No method fails because the cache cannot be reached."""
+    """Keeps values for a while. No method fails because the cache is unavailable."""
 
     async def get(self, key: str) -> bytes | Ticket | None:
-        """The value of a key, or a ticket if there is none. None: the key could not be asked for."""
+        """The value of a key, or a ticket if there is none. None if the cache is unavailable."""
         ...
 
     async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
@@ -41,12 +41,12 @@ class Cache(Protocol):
         ...
 
     async def delete(self, keys: Collection[str]) -> None:
-        """Forget the values, and refuse all tickets given out so far. A cache out of reach does it when it is back."""
+        """Forget the values and invalidate the tickets. A cache that is unavailable does so when it is back."""
         ...
 
 
 class MemoryCache:
-    """A cache for one process, which forgets what was used least once it holds 10,000 keys."""
+    """A cache for one process. Beyond 10,000 keys it forgets the least recently used."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, tuple[bytes | Ticket, float]] = OrderedDict()

@@ -1,8 +1,8 @@
 """A cache in Redis, which all processes share.
 
-No business transaction fails, or waits for long, because Redis is down: after a failure it is left alone for a moment,
-reads find nothing and go to the database, and keys that could not be deleted are remembered and deleted together with
-the next request. A process that ends before that leaves them to their time to live.
+No business transaction fails, or waits for long, because Redis is down. After a failure it is not asked for a moment,
+and reads go to the database. Keys that could not be deleted are remembered, and deleted with the next request; if the
+process ends before, they live out their time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger("pillarbox")
 TIMEOUT = 0.25
 """Seconds that Redis may take to answer."""
 PAUSE = 1.0
-"""Seconds for which it is left alone after a failure."""
+"""Seconds without a request after a failure."""
 MAX_OWED = 100_000
-"""How many keys a process remembers to delete. What is more is left to its time to live."""
+"""How many keys a process remembers to delete. The others live out their time."""
 
 # A key holds either V and a value, or T and the number of a ticket.
 _GET = """
@@ -59,7 +59,7 @@ class RedisCache:
         self._prefix = prefix
         self._asleep_until = 0.0
         self._owed: set[str] = set()
-        """Keys to delete."""
+        """Keys that are still to be deleted."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,7 +85,7 @@ class RedisCache:
         await self._run()
 
     async def _run(self, script: str = "", key: str = "", *arguments: bytes | int) -> bytes | None:
-        """Delete what is owed, then run a script about a key. None comes back if Redis does not answer."""
+        """Delete the owed keys, then run a script for a key. None if Redis does not answer."""
         if clock.current().monotonic() < self._asleep_until:
             return None
         pipeline: Any = self._client.pipeline(transaction=False)

@@ -1,10 +1,10 @@
-"""Reads by id from a cache, which holds committed rows and nothing else.
+"""Reads by id from a cache that holds committed rows only.
 
-A miss is read in a session of its own: in the unit of work it could see changes that are not committed, or a snapshot
-that is older than the cache's ticket. Sessions note which rows they change, and the cache forgets these when their
-transaction has ended, however it ended. So what is read may be old for the moment between COMMIT and that; and for up
-to ``ttl`` seconds if the process dies in between, if the cache is out of reach, or if rows are changed past all this,
-by bulk statements or in sessions without a repository with this interceptor.
+A miss is read in a separate session: a unit of work could see its own uncommitted changes, or a snapshot that is older
+than the cache's ticket. Sessions note which rows they change, and the cache forgets these rows when the transaction has
+ended. So a row may be old for the moment between COMMIT and that. It may be old for up to ``ttl`` seconds if the
+process dies in between, if the cache is unavailable, or if the row was changed by a bulk statement or in a session
+without a repository with this interceptor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _WATCHED, _CHANGED = "pillarbox_read_caches", "pillarbox_cached_changes"
 class ReadCache(Interceptor):
     """Answers `Repository.peek` from a cache, with detached snapshots of an entity's columns.
 
-    ``reads`` makes the sessions for what is not there. It needs an engine of its own: a unit of work that waits for a
-    second connection of its own pool may wait for ever.
+    ``reads`` makes the sessions that read missing rows. It needs a separate engine: a unit of work that waits for a
+    second connection from its own pool may wait forever.
     """
 
     def __init__(self, cache: Cache, reads: async_sessionmaker[AsyncSession], *, ttl: float = 60.0) -> None:
@@ -64,7 +64,7 @@ class ReadCache(Interceptor):
         session: Session,
         model: Any,
         ident: Any,
-        ask: Callable[[], Awaitable[Any]],  # noqa: ARG002  whoever comes next would read in the unit of work
+        ask: Callable[[], Awaitable[Any]],  # noqa: ARG002  the next one would read in the unit of work
     ) -> Any:
         tenant = tenant_for(session, model.__name__) if issubclass(model, TenantScoped) else None
         identity = ident if isinstance(ident, tuple) else (ident,)
@@ -76,8 +76,8 @@ class ReadCache(Interceptor):
 async def read_row(
     cache: Cache, session: AsyncSession, model: Any, tenant: str | None, identity: Sequence[Any], *, ttl: float
 ) -> Any:
-    """A detached snapshot of the row with this primary key, or None. ``session`` reads what the cache does not have: a
-    fresh one, which sees nothing older than the cache's ticket.
+    """A detached snapshot of the row with this primary key, or None. ``session`` reads a missing row; it must be new,
+    so that it sees nothing older than the cache's ticket.
     """
     columns, key = _columns_of(model), cache_key(model, tenant, identity)
     found = await cache.get(key)
@@ -93,7 +93,7 @@ async def read_row(
     if values is None:
         return None
     row = columns.struct(*values)
-    # A database may find a row by an id that it does not hold like that ("1" for 1): nobody would forget that key.
+    # A database may find a row by an equal id of another type ("1" for 1). No change would delete that key.
     is_exact = cache_key(model, tenant, [getattr(row, name) for name in columns.key_names]) == key
     if isinstance(found, Ticket) and is_exact and (value := columns.encode(row)) is not None:
         await cache.set(found, value, ttl=ttl)
@@ -101,12 +101,12 @@ async def read_row(
 
 
 def cache_key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
-    """Where the cache keeps a row."""
+    """The key of a row in the cache."""
     return msgspec.json.encode([f"{model.__module__}.{model.__qualname__}", tenant, *identity]).decode()
 
 
 class _Columns:
-    """How the rows of a class go into the cache, and come back as entities."""
+    """Encodes the rows of a class for the cache, and makes entities of them."""
 
     def __init__(self, model: Any) -> None:
         mapper: Mapper[Any] = inspect(model)
@@ -125,7 +125,7 @@ class _Columns:
         self.decoder = msgspec.json.Decoder(self.struct)
 
     def encode(self, row: msgspec.Struct) -> bytes | None:
-        """The row as JSON, or None if it would not come back as it is."""
+        """The row as JSON, or None if JSON cannot represent it exactly."""
         try:
             value = msgspec.json.encode(row)
             if self.decoder.decode(value) == row:
@@ -154,13 +154,13 @@ def _warn_once(model: Any) -> None:
 
 
 def _type_of(column: Column[Any]) -> Any:
-    """What the column gives, as a hint for the decoder: `_Columns.encode` finds out whether it is true."""
+    """The Python type of a column, as a hint for the decoder: `_Columns.encode` checks it."""
     found = python_type(column.type)
     return Any if found in (dict, object) else found | None
 
 
 def python_type(kind: TypeEngine[Any]) -> type:
-    """What columns of this type give, as far as SQLAlchemy knows; else `object`."""
+    """The Python type of columns of this type; `object` if SQLAlchemy does not know it."""
     try:
         return (kind.impl_instance if isinstance(kind, TypeDecorator) else kind).python_type
     except NotImplementedError:
@@ -171,7 +171,7 @@ def python_type(kind: TypeEngine[Any]) -> type:
 
 
 def forget_at_end(session: Session, cache: Cache, keys: Collection[str]) -> None:
-    """Let the cache forget these when the transaction of the session has ended, however it ends."""
+    """Delete these keys from the cache when the session's transaction has ended, by COMMIT or ROLLBACK."""
     if _CHANGED not in session.info:
         session.info[_CHANGED] = defaultdict(set)
         sqlalchemy_events.listen(session, "after_transaction_end", _ended)
@@ -197,12 +197,12 @@ async def _forget(cache: Cache, keys: Collection[str]) -> None:
     try:
         await cache.delete(keys)
     except Exception:
-        # The transaction has ended well. A cache may not make it look as if it had not.
+        # The transaction has ended well, and an error of the cache must not hide that.
         logger.exception("a cache could not forget %d keys; they live out their time", len(keys))
 
 
 async def _to_the_end(work: Awaitable[None]) -> None:
-    """Finish although the task is being cancelled: it learns of that at its next await."""
+    """Finish the work even if the task is cancelled; the cancellation arrives at its next await."""
     working, task = asyncio.ensure_future(work), asyncio.current_task()
     try:
         await asyncio.shield(working)

@@ -1,4 +1,4 @@
-"""The consumer of a projection, which can be rebuilt."""
+"""The consumer of a projection, and its rebuild."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ProjectionConsumer(Consumer):
         super().__init__(name, home, effects, **options)
 
     def identify(self, connection: Connection) -> int:
-        """The number of its generation, which stays as it is as long as this transaction does."""
+        """The number of its generation, which no rebuild changes before this transaction ends."""
         stored.read_committed(connection)
         return consumer_id(self.name, stored.hold_generation(connection, self.name))
 
     async def rebuild(
         self, source: From = "outbox", *, incomplete: bool = False, progress: Tell | None = None
     ) -> Rebuilt:
-        """Write the table anew, from the events in the outbox, at the broker, or in these archives and then in the
-        outbox, and replace the old rows by the new ones. It may run meanwhile, here and elsewhere.
+        """Compute the rows again, from the events in the outbox, at the broker, or in these archives and the outbox,
+        and replace the live rows. The consumer may run meanwhile, in this process and in others.
 
-        Refused if the old table has had events that are not found there, unless the new one may be ``incomplete``.
-        ``progress`` is told how far it has come, and may be async.
+        A `StoreError` if the live table has had events that the source lacks, unless the new one may be ``incomplete``.
+        ``progress`` is called with each `Progress`, and may be async.
         """
         await self.register()
         rebuild = Rebuild(

@@ -1,7 +1,7 @@
-"""The past of a projection: the events that have made its table, in the order in which they were written.
+"""The past of a projection in the database: the events that made its table, in the order in which they were written.
 
-The outbox still has them, as far as retention has left them there; archives have what it has taken away. A broker may
-have all of them, and brings them by itself.
+The outbox holds those that retention has left there, archives those that it removed. A broker that keeps its messages
+brings them itself: see `pillarbox.transport.Rereads`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PAGE = 2_000
 """Events that are read at a time."""
 
 _WAITING = (Status.RETRYING, Status.PARKED, Status.FAILED)
-"""What a failure keeps back, and with it all behind it that has its key. It may come by itself, perhaps edited, or
-never: unless the live projection has had it, it is left to that."""
+"""A delivery in such a state, and all later ones of its key, are left to the live projection unless that has had them:
+they may be sent later, be edited, or never be sent."""
 _NO_SUCH_TABLE = "42P01"
 _NOBODY = literal("", inbox.c.tenant.type)
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
@@ -58,29 +58,29 @@ _pattern = lru_cache(maxsize=1024)(topic_pattern)
 
 
 class Feed(NamedTuple):
-    """Which deliveries a projection gets."""
+    """The deliveries that a projection gets."""
 
     routes: tuple[int, ...]
     topics: tuple[str, ...]
-    """Names, or templates of names. All topics, if there is none."""
+    """Names, or templates of names; all topics if empty."""
     names: tuple[str, ...]
-    """Of the events that it wants."""
+    """Names of the events that it wants."""
 
     def has(self, row: Archived) -> bool:
-        """Whether it got this one."""
+        """Whether an archived delivery belongs to it."""
         fits = row.route_id in self.routes and row.event_type in self.names and row.status is Status.SENT
         return fits and self.has_topic(row.topic)
 
     def has_topic(self, topic: str) -> bool:
-        """Whether it gets what is sent there."""
+        """Whether deliveries to this topic belong to it."""
         if not self.topics or topic in self.topics:
             return True
         return any(pattern.fullmatch(topic) for pattern in map(_pattern, self.topics) if pattern is not None)
 
     @property
     def likes(self) -> list[str]:
-        """Its templates as patterns for LIKE, which let more through than `has_topic`: a database escapes as it likes,
-        so nothing is escaped.
+        """Its templates as patterns for LIKE, which let more through than `has_topic`: databases differ in how they
+        escape, so nothing is escaped.
         """
         return [_like(topic) for topic in self.topics if _pattern(topic) is not None]
 
@@ -107,16 +107,16 @@ def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str
 
 
 def compare_all(connection: Connection) -> None:
-    """What this transaction asks compares a large part of the inbox with something else. The planner may not know yet
-    that a new consumer is there, take its rows for few, and look for each of them by itself.
+    """Statements of this transaction compare a large part of the inbox. The planner may not know the rows of a new
+    consumer yet, expect few of them, and choose a nested loop.
     """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL enable_nestloop = off")
 
 
 class Outbox:
-    """The outbox and, before it, archives of what has left it. ``live`` is the number in the inbox of the generation
-    that has consumed it so far, ``new`` that of the one that is made.
+    """`History` of archives and the outbox. ``live`` is the number of the live generation in the inbox, ``new`` that of
+    the new one.
     """
 
     def __init__(self, engine: AsyncEngine, feed: Feed, live: int, new: int, files: Sequence[Path] = ()) -> None:
@@ -125,16 +125,17 @@ class Outbox:
         self._live, self._new = live, new
         self._files = files
         self.total: int | None = None
-        """About how many events the first call finds, if that is known before they are read."""
+        """About how many events the first call finds, if that is known before it reads them."""
 
     async def pages(self) -> AsyncGenerator[Sequence[Message], None]:
-        """What the archives have, at the first call, and then what the outbox has and the new generation does not know.
+        """The first call brings the events of the archives. Every call brings those of the outbox that the new
+        generation does not know.
 
-        That is put aside by one statement, and so it is of one snapshot. A key's events are written one after the
-        other, each when the one before has committed: whenever a snapshot shows an event, it shows those before it.
-        Pages with a snapshot each would not do: a transaction that draws its numbers early and commits late would be
-        missing on the first one, and the next event of its key be there on the second. To keep a snapshot open would
-        keep every row that is updated meanwhile, in all tables.
+        One statement copies these to a temporary table, so they come from one snapshot. Each event of a key is written
+        after the one before has committed: a snapshot that shows an event shows its predecessors. A snapshot per page
+        would break the order: a transaction that draws its ids early and commits late would be missing on the first
+        page, and the next event of its key be on the second. A snapshot that stays open for all pages would keep dead
+        rows in every table.
         """
         files, self._files = self._files, ()
         for archived in await self._verified(files):
@@ -142,7 +143,7 @@ class Outbox:
                 yield page
         async with sqlite.for_reading(self._engine).connect() as connection:
             try:
-                found = await connection.run_sync(self._put_aside)
+                found = await connection.run_sync(self._copy)
                 await connection.commit()
                 if self.total is None and not files:
                     self.total = found
@@ -159,12 +160,12 @@ class Outbox:
                     ) from error
                 raise
             finally:
-                await connection.invalidate()  # and what was put aside with it, whatever has happened
+                await connection.invalidate()  # the temporary table goes with the connection
 
     async def aclose(self) -> None:
-        """There is nothing to let go of."""
+        """Each call of `pages` closes its own connection."""
 
-    def _put_aside(self, connection: Connection) -> int:
+    def _copy(self, connection: Connection) -> int:
         compare_all(connection)
         _PAST.create(connection, checkfirst=False)
         names = _PAST.c.keys()
@@ -176,7 +177,7 @@ class Outbox:
         return [Message(row.topic, row.key, bytes(row.body), _decode_headers(row.headers)) for row in found]
 
     async def _verified(self, files: Sequence[Path]) -> list[Iterator[Archived]]:
-        """What is in these files, from the oldest file on."""
+        """The deliveries in these files, from the oldest file on."""
         if not files:
             return []
         async with sqlite.for_reading(self._engine).connect() as connection:
@@ -203,7 +204,7 @@ _PAST = Table(
     Column("body", outbox.c.body.type),
     prefixes=["TEMPORARY"],
 )
-"""What was put aside. No other connection sees it."""
+"""Visible to its own connection only."""
 _NEXT = select(_PAST).where(_PAST.c.id > bindparam("after")).order_by(_PAST.c.id).limit(bindparam("page"))
 
 
@@ -217,7 +218,7 @@ def _unseen(feed: Feed, live: int, new: int) -> Select[Any]:
     )
     same_key = kept.c.route == o.c.route, kept.c.key == o.c.key, kept.c.tenant == _owner(o), kept.c.first <= o.c.id
     free = and_(kept.c.first.is_(None), func.coalesce(f.c.status, o.c.status) != Status.DISCARDED)
-    # An edit is what was sent, and the failure book has it.
+    # Of an edited delivery the failure book has what was sent.
     known = and_(inbox.c.tenant == _owner(o), inbox.c.event_id == func.coalesce(f.c.event_id, o.c.event_id))
     wanted: list[Any] = [o.c.route.in_(feed.routes), o.c.event_type.in_(feed.names)]
     if feed.topics:
@@ -237,5 +238,5 @@ def _unseen(feed: Feed, live: int, new: int) -> Select[Any]:
 
 
 def _owner(rows: Any) -> Any:
-    """The tenant of a row, as the inbox calls it."""
+    """The tenant of a row, as the inbox stores it."""
     return func.coalesce(rows.c.tenant, _NOBODY)

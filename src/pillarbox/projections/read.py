@@ -5,14 +5,13 @@
     page = await orders.page(order_by=[OrderSummary.placed_at.desc()], limit=50, tenant="acme")
     page = await orders.page(order_by=[OrderSummary.placed_at.desc()], after=page.next, tenant="acme")
 
-Pages go by the values of the last row, not by counting: rows that come and go between two pages shift nothing, and the
-hundredth page costs what the first does. Every read has a session of its own, which never commits; what comes out of it
-is detached. Rows with a column ``deleted`` that is true are tombstones, and not shown.
+A page continues after the values of the last row: rows that come and go between two pages shift nothing, and the
+hundredth page costs what the first does. Every read has its own session, which never commits; the rows are detached.
+Rows with a column ``deleted`` that is true are tombstones, and not shown.
 
-With a cache, `get` may give a row that is old for the moment between the commit of who changed it and their
-`ReadDao.forget`, and for up to ``ttl`` seconds if they die in between, or do not have or cannot reach the cache. Who
-read before that commit cannot bring the old row back after it: see `pillarbox.cache`. A rebuild,
-which changes all rows at once, does not ask for them: they live out their ``ttl``.
+With a cache, `get` may return the old row for the moment between the commit of a change and the `ReadDao.forget` after
+it. It may do so for up to ``ttl`` seconds if the writer dies in between, or does not have or cannot reach the cache,
+and after a rebuild, which replaces all rows at once. A reader who read before the commit cannot bring the old row back.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ _Maker = TypeVar("_Maker", bound="async_sessionmaker[Any]")
 class InvalidCursorError(PillarboxError, ValueError):
     """A cursor that no page of this query gave out: damaged, made up, or of another order.
 
-    Its text says what is wrong and what to do, and holds no value of the cursor: whoever sent it may see it.
+    Its text says what is wrong and what to do, holds no value of the cursor, and may be shown to the sender.
     """
 
 
 class Box(Protocol):
-    """A `Pillarbox`, as far as reading needs to know it."""
+    """What reading needs of a `Pillarbox`."""
 
     @property
     def engine(self) -> AsyncEngine:
@@ -87,24 +86,24 @@ class Box(Protocol):
         ...
 
     def bind(self, maker: _Maker) -> _Maker:
-        """Make the box's rules hold in the sessions of this maker."""
+        """Apply the box's rules to the sessions of this maker."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Some rows, and where to go on."""
+    """Some rows, and the cursor of the next page."""
 
     items: Sequence[T]
     next: str | None
-    """The cursor for ``after``; None if there was nothing more. Whoever has it can read the values in it."""
+    """The cursor for ``after``; None after the last page. It holds values of the last row, readable by its holder."""
 
 
 class ReadDao(Generic[T]):
     """Reads rows of one mapped class.
 
-    ``source`` is a box, whose rules about tenants then hold, or a sessionmaker of your own. ``cache`` keeps what `get`
-    has found.
+    ``source`` is a box, whose rules about tenants then hold, or your own sessionmaker. ``cache`` keeps the rows that
+    `get` has found.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ class ReadDao(Generic[T]):
         after: str | None = None,
         tenant: str | None = None,
     ) -> Page[T]:
-        """Up to ``limit`` rows in this order, after those that a cursor says: the ``next`` of the page before. Without
-        one they are the first; an empty text is none, as in ``?after=``.
+        """Up to ``limit`` rows in this order, after a cursor: the ``next`` of the page before. Without one they are the
+        first rows; an empty text is no cursor, as in ``?after=``.
 
         ``order_by`` takes columns of the class, each with ``.desc()`` or without; NULLs come last. The primary key is
         added to it, so that rows with the same values have an order too.
@@ -179,7 +178,7 @@ class ReadDao(Generic[T]):
             after = page.next
 
     async def forget(self, *keys: Any, tenant: str | None = None) -> None:
-        """Drop these rows from the cache. For whoever has changed them, after the commit."""
+        """Drop these rows from the cache. Call it after the commit of a change that no session of the box has made."""
         if self._cache is None or not keys:
             return
         async with self._session(tenant) as session:
@@ -188,7 +187,7 @@ class ReadDao(Generic[T]):
 
     @asynccontextmanager
     async def _session(self, tenant: str | None) -> AsyncIterator[AsyncSession]:
-        """A session of this tenant. It connects when it is used, and ends with a rollback."""
+        """A session of this tenant. It connects with its first statement, and ends with a rollback."""
         async with self._sessions()() as session:
             Tenancy().assign(session.sync_session, tenant)
             yield session
@@ -214,7 +213,7 @@ async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: 
 
 
 class _Model:
-    """What is read: a mapped class."""
+    """The mapped class that is read."""
 
     def __init__(self, model: Any) -> None:
         self.type = model
@@ -226,7 +225,7 @@ class _Model:
         self._deleted: Any = deleted if isinstance(getattr(deleted, "type", None), Boolean) else None
 
     def attribute(self, column: Any) -> Any:
-        """The column as it stands in statements; `ConfigurationError` if it is not one of ours."""
+        """The column as statements name it; `ConfigurationError` if the class does not have it."""
         try:
             return getattr(self.type, self.mapper.get_property_by_column(column).key)
         except UnmappedColumnError:
@@ -242,9 +241,9 @@ class _Model:
         return tenant_for(session.sync_session, self.name) if self._is_scoped else None
 
     def select(self, session: AsyncSession, *more: Any) -> Select[Any]:
-        """All that this session may see, with ``more`` columns at the end of the rows."""
+        """The rows that this session may see, with ``more`` columns at their end."""
         statement = select(self.type, *more)
-        if self._is_scoped:  # a session of a box does it, too; one of somebody's own does not
+        if self._is_scoped:  # sessions of a box add this condition, others do not
             statement = statement.where(self.type.tenant_id == self.tenant(session))
         return statement if self._deleted is None else statement.where(self._deleted.is_not(true()))
 
@@ -260,7 +259,7 @@ class _Term(NamedTuple):
     is_nullable: bool
 
     def beyond(self, value: Any) -> ColumnElement[bool]:
-        """Comes after this value. NULLs are the last."""
+        """The condition for rows after this value. NULLs come last."""
         if value is None:
             return false()
         after = self.column < self.literal(value) if self.falls else self.column > self.literal(value)
@@ -274,7 +273,7 @@ class _Term(NamedTuple):
         clause = self.column.desc() if self.falls else self.column.asc()
         if not self.is_nullable:
             return [clause]
-        # MySQL has no NULLS LAST; elsewhere it leaves the index of use.
+        # MySQL has no NULLS LAST; elsewhere that lets an index be used.
         return [self.column.is_(None), clause] if dialect in ("mysql", "mariadb") else [clause.nulls_last()]
 
     def literal(self, value: Any) -> Any:
@@ -286,7 +285,7 @@ class _Order:
 
     def __init__(self, model: _Model, order_by: Sequence[Any]) -> None:
         given = [_term(model, each) for each in order_by]
-        falls = given[-1].falls if given else False  # as before it: then one index serves them all
+        falls = given[-1].falls if given else False  # in the last direction: one index may serve all terms
         keys = [_Term(column, falls, is_nullable=False) for column in model.primary_key]
         terms = dict[str, _Term]()
         for term in (*given, *keys):
@@ -300,7 +299,7 @@ class _Order:
         return [clause for term in self.terms for clause in term.clauses(dialect)]
 
     def beyond(self, values: Sequence[Any], dialect: str) -> ColumnElement[bool]:
-        """Comes after these values."""
+        """The condition for rows after these values."""
         first, pairs = self.terms[0], list(zip(self.terms, values, strict=True))
         is_one_way = all(term.falls == first.falls and not term.is_nullable for term in self.terms)
         if is_one_way and dialect in ("postgresql", "sqlite"):
@@ -313,7 +312,7 @@ class _Order:
         return or_(*ways)
 
     def cursor(self, values: Sequence[Any]) -> str:
-        """Where the row with these values is."""
+        """The cursor of the row with these values."""
         try:
             cursor = urlsafe_b64encode(msgspec.json.encode((self._mark, tuple(values)))).rstrip(b"=").decode()
             if self.values_of(cursor) == tuple(values):
@@ -355,7 +354,7 @@ _KINDS = (bool, int, float, str, bytes, Decimal, UUID, date, datetime, time)
 
 
 def _kind(term: _Term) -> Any:
-    """What the column gives, for the decoder of cursors."""
+    """The Python type of a column, for the decoder of cursors."""
     kind = getattr(term.column.type, "impl_instance", term.column.type)
     if isinstance(kind, Float) and not isinstance(kind, Double):
         raise ConfigurationError(f"order_by: {term.column.key} is a Float, which MySQL rounds: use Double or Numeric")

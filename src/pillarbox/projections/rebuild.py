@@ -1,13 +1,12 @@
-"""A projection is written anew while the old one is read and goes on.
+"""Rebuilds: the rows of a projection are computed again from its events, while the live projection goes on.
 
-A rebuild is another generation of the projection: with a temporary table, and an inbox of its own, so that each event
-has its effect there once. It goes through the past, then through what has come meanwhile, until that does not get less.
-Then one transaction keeps the live projection waiting, applies the rest, and replaces the rows: the next batch of the
-live one belongs to the new generation, whose inbox knows what its table has.
+A rebuild makes another generation of the projection, with a temporary table and its own rows in the inbox: each event
+takes effect there once. It replays the past, and then, in rounds, the events that arrived meanwhile. Finally one
+transaction, the switch, blocks the live projection, applies the remaining events and replaces the rows. The next batch
+of the live projection belongs to the new generation.
 
-No handler of a consumer is ever called here: only projections can be rebuilt, and they do nothing but write their rows.
-What cannot be applied is left out, and a log line says so. Whatever goes wrong before the switch leaves the live one as
-it was.
+A rebuild reads messages as its consumer does, and calls no handler of a consumer: a projection only writes its rows. An
+event that cannot be applied is left out and logged. Until the switch commits, a failure leaves the live table as it is.
 """
 
 from __future__ import annotations
@@ -49,56 +48,56 @@ from .shadow import Shadow, alone
 logger = logging.getLogger("pillarbox")
 
 FEW = 500
-"""With so many events left, or fewer, the live projection is kept waiting."""
+"""A round that finds no more events than this is the last one before the switch."""
 CLEARED_AT_ONCE = 5_000
 LEFT_OUT = -1
-"""What stands in the inbox in place of the schema version of events that count as dealt with, and were not applied."""
+"""The schema version in the inbox of events that count as handled and were not applied."""
 RETRY = RetryPolicy(base=0.1, cap=2.0, attempts=60)
 
 ANY_BODY = b""
-"""In place of a digest."""
+"""In place of a digest: the decision holds for every body of the event."""
 
 Place = tuple[str | None, UUID]
 """An event in the inbox: its tenant and its id."""
 
 
 class Stage(StrEnum):
-    """How far a rebuild has come."""
+    """The stages of a rebuild."""
 
     REPLAYING = "replaying"
-    """It goes through the past."""
+    """It replays the past."""
     CATCHING_UP = "catching up"
-    """It goes through what has come meanwhile."""
+    """It applies the events that arrived meanwhile."""
     SWITCHING = "switching"
     """The live projection waits."""
     CLEARING = "clearing"
-    """It is done; what the old generation has left is removed."""
+    """The switch has committed; the rows of the old generation leave the inbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a rebuild has done so far."""
+    """The progress of a rebuild."""
 
     stage: Stage
     events: int
     total: int | None
-    """About how many there were when it began, if that is known."""
+    """About how many events the replay covers, if that is known."""
     left_out: int
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What a rebuild has done."""
+    """The result of a rebuild."""
 
     projection: str
     generation: int
     events: int
-    """That were applied."""
+    """Events that were applied."""
     left_out: int
-    """That could not be, or that a person had discarded."""
+    """Events that could not be applied, or that an operator had discarded."""
     rounds: int
-    """How often it went through what had come meanwhile."""
+    """Rounds of catching up."""
     seconds: float
 
 
@@ -111,7 +110,7 @@ _Found = TypeVar("_Found")
 
 class _Opened(NamedTuple):
     arrival: Arrival
-    """With the body as it came, which a person may have edited since."""
+    """Its digest is that of the body as received, which an operator may have edited since."""
     incoming: Incoming
 
     @property
@@ -120,12 +119,12 @@ class _Opened(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What a person has decided about a message that was spilled."""
+    """An operator's edit or discard of a spilled message."""
 
     place: Place
-    """Of the message."""
+    """The message in the inbox."""
     body: bytes | None
-    """That is to have its effect; None: nothing is."""
+    """The body to apply; None if the message was discarded."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,12 +153,12 @@ class Rebuild:
         self._past: History
         self._events = self._rounds = self._old = self._new = 0
         self._left_out: dict[Place, str] = {}
-        """Events that cannot be applied, or that a person has discarded, and why."""
+        """Events that cannot be applied, or that an operator has discarded, and why."""
         self._decided: dict[tuple[Place, bytes], _Decision] = {}
-        """What people have decided about events, by the digest of the body in which they came."""
+        """The decisions of operators about events, by the digest of the body as received."""
 
     async def run(self, source: From, *, incomplete: bool) -> Rebuilt:
-        """Do it."""
+        """Rebuild the projection from this source."""
         began = clock.current().monotonic()
         try:
             async with alone(self.engine, self.name):
@@ -193,8 +192,8 @@ class Rebuild:
                 await told
 
     async def _do(self, work: Callable[..., Any], *given: Any) -> Any:
-        """On the connection that has the shadow: in a transaction, which is tried again while others are in its way, or
-        in a savepoint of the one that switches.
+        """Call a function on the connection of the temporary table: in a transaction, which is retried after transient
+        errors, or in a savepoint of the switch.
         """
         connection = self._connection
 
@@ -212,7 +211,7 @@ class Rebuild:
             return await connection.run_sync(work, *given)
 
     async def _give_up(self) -> None:
-        """Leave nothing in the inbox. If even that fails, the next rebuild does it."""
+        """Clear the new generation's rows from the inbox. If that fails, the next rebuild does it."""
         try:
             if await self._apart(stored.generation_of, self.name) != self._new:
                 await self._forget(self._new)
@@ -221,7 +220,7 @@ class Rebuild:
             logger.warning("projection %s: the next rebuild clears the inbox: %s", self.name, reason)
 
     async def _forget(self, generation: int) -> None:
-        """Let the inbox forget a generation."""
+        """Delete a generation's rows from the inbox."""
         while generation > 0 and await self._apart(stored.forget, self._number(generation), CLEARED_AT_ONCE):
             pass
 
@@ -238,7 +237,7 @@ class Rebuild:
             return await self.subscriber.reread(self.topics)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
-        # A route may call a topic by another name than the consumer, and the broker take both for the same.
+        # A route and the consumer may spell the same topic in two ways.
         topics = spellings_of(self.topics, self.subscriber)
         names = [kind.name for kind in self._projection.kinds]
         feed = await self._do(history.feed_of, self.name, self.source, topics, names)
@@ -254,7 +253,7 @@ class Rebuild:
                 return
 
     async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage) -> int:
-        """Apply all that these pages bring; how much that was."""
+        """Apply the events of these pages; how many they were."""
         await self._tell(stage)
         await self._do(self._look_up_decisions)
         applied = 0
@@ -265,14 +264,14 @@ class Rebuild:
         return applied
 
     async def _apply(self, page: Sequence[Message]) -> int:
-        """Apply these, those of one tenant together; how many of them were not known to be left out."""
+        """Apply these, one transaction per tenant; how many of them were not known to be left out."""
         by_tenant: dict[str | None, list[_Opened]] = {}
         applied = 0
         for message in page:
             place = message.headers.get("tenant_id"), named_event(message)
             known = place in self._left_out
             if (opened := self._open(message, place)) is not None:
-                self._left_out.pop(opened.place, None)  # behind an unknown version of it, a known one may come
+                self._left_out.pop(opened.place, None)  # it may follow in a known version
                 by_tenant.setdefault(opened.incoming.context.tenant, []).append(opened)
             applied += opened is not None or not known
         for theirs in by_tenant.values():
@@ -299,7 +298,7 @@ class Rebuild:
         return _Opened(msgspec.structs.replace(arrival_in(incoming), digest=digest), incoming)
 
     def _give_up_on(self, place: Place, event_type: str | None, error: Exception) -> None:
-        """Leave out an event that is at fault itself; any other error ends the rebuild."""
+        """Leave out an event that is itself the cause of the error; any other error ends the rebuild."""
         failure, reason = classify(error), redacted(f"{type(error).__name__}: {error}")
         if failure not in (Failure.POISON, Failure.BUSINESS):
             raise StoreError(
@@ -308,7 +307,7 @@ class Rebuild:
         self._left_out[place] = reason
 
     async def _take_effect(self, opened: Sequence[_Opened]) -> None:
-        """In one transaction. If that fails by the fault of an event, the halves are tried, down to that event."""
+        """Apply events of one tenant in one transaction. If one makes it fail, try the halves, down to that event."""
         try:
             self._events += await self._do(self._write, opened)
         except Exception as error:
@@ -330,9 +329,7 @@ class Rebuild:
         return len(new)
 
     def _check_complete(self, connection: Connection) -> None:
-        """The new table must not lack what the old one has had, as far as the inbox remembers: it was delivered, so the
-        past must have it. A broker may be slow to bring it.
-        """
+        """Raise `StoreError` if the inbox knows events that the live projection has had, and the rebuild has not."""
         history.compare_all(connection)
         old, new = inbox_table.alias(), inbox_table.alias()
         same_event = new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id
@@ -353,10 +350,10 @@ class Rebuild:
                 "table may lack them"
             )
 
-    # -- what people have decided --------------------------------------------------------------------------------------
+    # -- decisions of operators ----------------------------------------------------------------------------------------
 
     def _look_up_decisions(self, connection: Connection) -> None:
-        """What people have decided meanwhile. What was applied before they did cannot be taken back."""
+        """Read the decisions. One about an event that was applied before ends the rebuild: it cannot be undone."""
         before, self._decided = self._decided, _decisions(claims.amended(connection, self.name))
         for (place, form), decision in self._decided.items() - before.items():
             here = _digest_in_inbox(self._number(self._new), decision.place)
@@ -373,15 +370,15 @@ class Rebuild:
     # -- the switch ----------------------------------------------------------------------------------------------------
 
     async def _switch(self, *, incomplete: bool) -> None:
-        """One transaction, tried again as long as others are in its way."""
+        """Replace the rows in one transaction, which is retried as a whole after transient errors."""
         events, left_out, decided = self._events, self._left_out, self._decided
         rest: list[Sequence[Message]] = []
 
         async def once() -> None:
             self._events, self._left_out, self._decided = events, dict(left_out), decided
             async with self._connection.begin():
-                # Waits for the batches of the live one, and lets no other begin: so all that it has done was
-                # delivered, and can be seen.
+                # Waits for the running batches of the live projection and blocks new ones: everything that it has
+                # handled is visible from here on.
                 await self._connection.run_sync(stored.set_generation, self.name, self._new)
                 await self._replay(_kept(rest, self._past), Stage.SWITCHING)
                 if not incomplete:
@@ -392,8 +389,8 @@ class Rebuild:
         await _patiently(once)
 
     def _settle(self, connection: Connection) -> None:
-        """What waits in lanes and was applied counts as handled; the rest goes on waiting. What was left out, and the
-        live one has had, will not come again: it counts as handled, too.
+        """Messages that wait in lanes and were applied count as handled; the others go on waiting. Events that were
+        left out, and that the live projection has had, count as handled too: the source will not deliver them again.
         """
         old, new = self._number(self._old), self._number(self._new)
         claims.move(connection, self.name, old, new)  # first: what is left out may wait
@@ -409,7 +406,7 @@ def _decisions(amended: Sequence[claims.Amended]) -> dict[tuple[Place, bytes], _
     for tenant, message, body in amended:
         work = work_of(message)
         if work.claim is not None:
-            # What could not be read, or came with another body, is no decision about other forms of its event.
+            # A message that was unreadable or altered says nothing about other bodies of its event.
             form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
             place = work.tenant, named_event(work.message)
             edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
@@ -423,7 +420,7 @@ def _digest_in_inbox(consumer: int, place: Place) -> Any:
 
 
 async def _kept(rest: list[Sequence[Message]], past: History) -> AsyncGenerator[Sequence[Message], None]:
-    """What is in ``rest``, and the pages of the past, which stay there: who tries again needs them once more."""
+    """The pages in ``rest``, and then those of the past, which are kept there for a retry of the switch."""
     for page in [*rest]:
         yield page
     async with aclosing(past.pages()) as pages:
@@ -433,7 +430,7 @@ async def _kept(rest: list[Sequence[Message]], past: History) -> AsyncGenerator[
 
 
 async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
-    """Do it, again and again as long as others are in its way."""
+    """Retry after transient errors, such as locks and deadlocks."""
     attempt = 0
     while True:
         try:
@@ -446,7 +443,7 @@ async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
 
 
 def _own_engine(engine: AsyncEngine) -> AsyncEngine:
-    """Connections of its own: the live projection must not wait for those of the rebuild, nor the rebuild for its."""
+    """A separate pool: the live projection and the rebuild must not wait for each other's connections."""
     own = with_own_pool(engine)
     if own.dialect.name == "sqlite":
         sqlite.configure_transactions(own.sync_engine)

@@ -1,8 +1,8 @@
-"""The table that a rebuild writes, and the switch that puts its rows in the place of the live ones.
+"""The temporary table that a rebuild writes, and the switch that replaces the live rows.
 
-It is temporary: no other connection sees it, and the database drops it with the connection, however that ends. The
-switch deletes and inserts in one transaction. So readers see all old rows or all new ones and wait for nothing; grants,
-policies, views and indexes stay with the live table, which is never renamed.
+No other connection sees the temporary table, and the database drops it with its connection. The switch deletes and
+inserts rows in one transaction: readers see all old rows or all new ones, and wait for neither. The live table is never
+renamed, and keeps its grants, policies, views and indexes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALL = {UNSCOPED: True}
 
 
 class Shadow:
-    """A temporary table like a projection's. Every method works in the transaction of its connection."""
+    """A temporary copy of a projection's table. Every method works in the transaction of its connection."""
 
     def __init__(self, live: Table) -> None:
         self.live = live
@@ -57,13 +57,13 @@ class Shadow:
             for each in live.columns
             if each.computed is None
         ]
-        # What an event breaks in the live table, it must break here.
+        # An event that violates a constraint of the live table must violate it here.
         rules = [UniqueConstraint(*it.columns.keys()) for it in live.constraints if isinstance(it, UniqueConstraint)]
         checks = [CheckConstraint(it.sqltext) for it in live.constraints if isinstance(it, CheckConstraint)]
         self.table = Table("pillarbox_shadow", MetaData(), *columns, *rules, *checks, prefixes=["TEMPORARY"])
 
     def create(self, connection: Connection) -> None:
-        """Make it, empty. `ConfigurationError` if the rows of the live one cannot be replaced."""
+        """Create it. A `ConfigurationError` if the rows of the live table cannot be replaced."""
         known = inspect(connection)
         if not known.has_table(self.live.name, schema=self.live.schema):
             raise ConfigurationError(f"{self.live.name} cannot be rebuilt: there is no such table")
@@ -74,12 +74,12 @@ class Shadow:
                     "deleted and inserted again"
                 )
         if connection.dialect.name == "postgresql":
-            # A plan that was made for the empty table would serve the full one.
+            # A plan that was made for the empty table would be used for the full one.
             connection.exec_driver_sql("SET plan_cache_mode = force_custom_plan")
         connection.execute(self._made(connection.dialect))
 
     def _made(self, dialect: Dialect) -> Executable:
-        """As the database knows the live one, with its collations and unique indexes, where it can say that."""
+        """CREATE TABLE, from the database's own definition of the live table where it can copy that."""
         if dialect.name == "sqlite":
             return CreateTable(self.table)
         like = f"LIKE {dialect.identifier_preparer.format_table(self.live)}".replace(":", "\\:")
@@ -89,7 +89,7 @@ class Shadow:
         )
 
     def switch(self, connection: Connection, consumers: Sequence[int]) -> None:
-        """Put its rows in the place of the live ones. ``consumers`` are the projection's numbers in the inbox."""
+        """Replace the live rows. ``consumers`` are the numbers of the projection's generations in the inbox."""
         names = self.table.columns.keys()
         for tenant in self._tenants(connection, consumers):
             old, new = delete(self.live), select(self.table)
@@ -101,7 +101,7 @@ class Shadow:
             connection.execute(written, execution_options=_ALL)
 
     def _tenants(self, connection: Connection, consumers: Sequence[int]) -> Sequence[str | None]:
-        """None for all rows at once; where row level security holds for this role, one tenant after the other."""
+        """None for all rows at once; each tenant where row level security applies to this role."""
         if connection.dialect.name != "postgresql" or "tenant_id" not in self.live.c:
             return [None]
         name = connection.dialect.identifier_preparer.format_table(self.live)
@@ -112,7 +112,7 @@ class Shadow:
 
 
 def _default(column: Column[Any]) -> Any:
-    """What the database puts there; a default is of one column, and cannot be shared."""
+    """The default of the database for a column; the object itself belongs to one column."""
     return column.server_default.arg if isinstance(column.server_default, DefaultClause) else None
 
 
@@ -122,7 +122,7 @@ _AS_TENANT = text("SELECT set_config(:name, :tenant, true)")
 
 @asynccontextmanager
 async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
-    """Keep other rebuilds of this projection out. A process that dies lets them in."""
+    """Lock out other rebuilds of this projection. The lock ends with the process."""
     taken = StoreError(f"projection {name} is being rebuilt by another process: wait until that is done")
     number = stable_hash(f"rebuild {name}")
     if engine.dialect.name == "sqlite":
@@ -147,7 +147,7 @@ async def alone(engine: AsyncEngine, name: str) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            # The lock belongs to the session. Its end is heard of late, when another rebuild may have begun.
+            # The lock belongs to the session, and the server may notice its end late.
             with suppress(DBAPIError):
                 await connection.execute(text(f"SELECT {release}"), {"key": key})
             await connection.invalidate()
