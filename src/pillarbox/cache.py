@@ -41,7 +41,7 @@ class Cache(Protocol):
         ...
 
     async def delete(self, keys: Collection[str]) -> None:
-        """Forget the values and invalidate the tickets. A cache that is unavailable does so when it is back."""
+        """Forget the values and invalidate the tickets. If the cache is unavailable, they live out their time."""
         ...
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import pytest
 from redis import asyncio as redis
@@ -66,39 +63,6 @@ class TestRedisCache(CacheContract):
             yield RedisWorld(cache, client)
 
 
-class Gate:
-    """A way to Redis that can be closed."""
-
-    def __init__(self, url: str) -> None:
-        self._upstream = urlsplit(url)
-        self._open: list[asyncio.StreamWriter] = []
-        self._port = 0
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[str]:
-        """The URL of the way, as long as it is open."""
-        server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        try:
-            yield f"redis://127.0.0.1:{self._port}/0"
-        finally:
-            server.close()
-            for writer in self._open:
-                writer.close()
-            await server.wait_closed()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream = await asyncio.open_connection(self._upstream.hostname, self._upstream.port)
-        self._open += [writer, upstream[1]]
-        await asyncio.gather(_copy(reader, upstream[1]), _copy(upstream[0], writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65_536):
-        writer.write(data)
-    writer.close()
-
-
 class TestRedisAway:
     async def test_nothing_is_found_nothing_is_kept_and_nothing_fails(
         self, hand: Hand, caplog: pytest.LogCaptureFixture
@@ -111,30 +75,6 @@ class TestRedisAway:
             hand.seconds += 1
             assert await cache.get("key") is None
             assert caplog.text.count("does not answer") == 2
-
-    async def test_what_was_deleted_meanwhile_is_gone_when_it_is_back(self, redis_url: str, hand: Hand) -> None:
-        gate = Gate(redis_url)
-        async with RedisCache(redis_url) as near:
-            async with gate.open() as way:
-                far = RedisCache(way)
-                ticket = await far.get("key")
-                assert isinstance(ticket, Ticket)
-                await far.set(ticket, b"old", ttl=60)
-            await far.delete(["key"])
-            assert await near.get("key") == b"old", "for the rest of its time, if nobody comes back"
-            hand.seconds += 1
-            async with gate.open():
-                assert isinstance(await far.get("key"), Ticket)
-                assert isinstance(await near.get("key"), Ticket)
-                await far.aclose()
-
-    async def test_a_process_remembers_only_so_many_keys(self, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pillarbox.caches.redis.MAX_OWED", 3)
-        async with RedisCache("redis://127.0.0.1:1/0") as cache:
-            for number in range(9):
-                await cache.delete([f"{number}"])
-                hand.seconds += 1
-            assert len(cache._owed) == 3
 
     async def test_prefixes_keep_services_apart(self, redis_url: str) -> None:
         async with RedisCache(redis_url, prefix="a:") as ours, RedisCache(redis_url, prefix="b:") as theirs:

@@ -1,8 +1,7 @@
 """A cache in Redis, which all processes share.
 
 No business transaction fails, or waits for long, because Redis is down. After a failure it is not asked for a moment,
-and reads go to the database. Keys that could not be deleted are remembered, and deleted with the next request; if the
-process ends before, they live out their time.
+and reads go to the database. Keys that could not be deleted live out their time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ TIMEOUT = 0.25
 """Seconds that Redis may take to answer."""
 PAUSE = 1.0
 """Seconds without a request after a failure."""
-MAX_OWED = 100_000
-"""How many keys a process remembers to delete. The others live out their time."""
 
 # A key holds either V and a value, or T and the number of a ticket.
 _GET = """
@@ -53,13 +50,11 @@ class RedisCache:
     """Keeps values in the Redis at ``url``. Use it as a context manager, or call `aclose`."""
 
     def __init__(self, url: str, *, prefix: str = "pillarbox:") -> None:
-        self._client: Redis = Redis.from_url(
+        self._client: Any = Redis.from_url(
             url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0)
         )
         self._prefix = prefix
         self._asleep_until = 0.0
-        self._owed: set[str] = set()
-        """Keys that are still to be deleted."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,40 +67,30 @@ class RedisCache:
         await self._client.aclose()
 
     async def get(self, key: str) -> bytes | Ticket | None:
-        entry = await self._run(_GET, key, b"T" + uuid4().hex.encode(), _milliseconds(TICKET_SECONDS))
+        ticket, seconds = b"T" + uuid4().hex.encode(), _milliseconds(TICKET_SECONDS)
+        entry = await self._ask("EVAL", _GET, 1, self._prefix + key, ticket, seconds)
         if entry is None:
             return None
         return entry[1:] if entry[:1] == b"V" else Ticket(key, entry[1:].decode())
 
     async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
-        await self._run(_FILL, ticket.key, b"T" + ticket.number.encode(), b"V" + value, _milliseconds(ttl))
+        number, seconds = b"T" + ticket.number.encode(), _milliseconds(ttl)
+        await self._ask("EVAL", _FILL, 1, self._prefix + ticket.key, number, b"V" + value, seconds)
 
     async def delete(self, keys: Collection[str]) -> None:
-        self._owed.update(keys)
-        await self._run()
+        if keys:
+            await self._ask("DEL", *(self._prefix + key for key in keys))
 
-    async def _run(self, script: str = "", key: str = "", *arguments: bytes | int) -> bytes | None:
-        """Delete the owed keys, then run a script for a key. None if Redis does not answer."""
+    async def _ask(self, *command: str | bytes | int) -> Any:
+        """The answer to a command; None if Redis does not answer."""
         if clock.current().monotonic() < self._asleep_until:
             return None
-        pipeline: Any = self._client.pipeline(transaction=False)
-        owed, self._owed = self._owed, set()
-        for each in owed:
-            pipeline.delete(self._prefix + each)
-        if script:
-            pipeline.eval(script, 1, self._prefix + key, *arguments)
         try:
-            answers: list[Any] = await pipeline.execute()
-        except BaseException as error:
-            self._owed |= owed
-            while len(self._owed) > MAX_OWED:
-                self._owed.pop()
-            if not isinstance(error, (RedisError, OSError)):
-                raise
+            return await self._client.execute_command(*command)
+        except (RedisError, OSError) as error:
             self._asleep_until = clock.current().monotonic() + PAUSE
-            logger.warning("the Redis cache does not answer; %d keys wait to be deleted: %s", len(self._owed), error)
+            logger.warning("the Redis cache does not answer: %s", error)
             return None
-        return answers[-1] if script else None
 
 
 def _milliseconds(seconds: float) -> int:

@@ -38,7 +38,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..consumers.home import OUTBOX
 from ..errors import ConfigurationError, StoreError
 from ..outbox import BUS, Status
-from ..route import PLACEHOLDERS, topic_pattern
+from ..route import topic_pattern
 from ..stores import archive_file, sqlite
 from ..stores.archive_file import Archived
 from ..stores.columns import LongText
@@ -76,19 +76,6 @@ class Feed(NamedTuple):
         if not self.topics or topic in self.topics:
             return True
         return any(pattern.fullmatch(topic) for pattern in map(_pattern, self.topics) if pattern is not None)
-
-    @property
-    def likes(self) -> list[str]:
-        """Its templates as patterns for LIKE, which let more through than `has_topic`: databases differ in how they
-        escape, so nothing is escaped.
-        """
-        return [_like(topic) for topic in self.topics if _pattern(topic) is not None]
-
-
-def _like(template: str) -> str:
-    for name in PLACEHOLDERS:
-        template = template.replace(f"{{{name}}}", "%")
-    return template.replace("\\", "_")
 
 
 def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str], names: Sequence[str]) -> Feed:
@@ -221,8 +208,8 @@ def _unseen(feed: Feed, live: int, new: int) -> Select[Any]:
     # Of an edited delivery the failure book has what was sent.
     known = and_(inbox.c.tenant == _owner(o), inbox.c.event_id == func.coalesce(f.c.event_id, o.c.event_id))
     wanted: list[Any] = [o.c.route.in_(feed.routes), o.c.event_type.in_(feed.names)]
-    if feed.topics:
-        wanted.append(or_(o.c.topic.in_(feed.topics), *map(o.c.topic.like, feed.likes)))
+    if feed.topics and not any(map(_pattern, feed.topics)):  # `Feed.has_topic` looks at templates
+        wanted.append(o.c.topic.in_(feed.topics))
     headers = func.coalesce(f.c.headers, o.c.headers)
     return (
         select(o.c.id, o.c.topic, o.c.key, cast(headers, Text), func.coalesce(f.c.body, o.c.body))

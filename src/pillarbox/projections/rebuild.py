@@ -343,7 +343,9 @@ class Rebuild:
         )
         found = sum((tenant or None, event) not in self._left_out for tenant, event in connection.execute(lacking))
         if found:
-            elsewhere = "" if self.subscriber is None else "`--from broker` if the broker has them, "
+            is_from_outbox, has_other = isinstance(self._past, history.Outbox), isinstance(self.subscriber, Rereads)
+            other = "outbox" if not is_from_outbox else "broker" if has_other else ""
+            elsewhere = f"`--from {other}` if the {other} has them, " if other else ""
             raise StoreError(
                 f"projection {self.name} is as it was: it has had {found:,} events or more that are not found any "
                 f"more; use {elsewhere}`--from FILE` for each archive that has them, or `--incomplete` if the new "
