@@ -32,7 +32,7 @@ _COMMANDS = {
     "lanes": "See who sends what; pause, slow down or free lanes.",
     "migrate": "Bring the database to the schema of this release.",
     "outbox": "Look into the outbox, and mend what has failed.",
-    "projections": "See the projections, and write one anew.",
+    "projections": "List projections, and rebuild one.",
     "relay": "Send what the outbox holds.",
     "topics": "Prepare Pulsar for the topics of your routes.",
     "trace": "Tell the life of an event.",

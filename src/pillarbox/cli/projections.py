@@ -1,4 +1,4 @@
-"""``pillarbox projections``: see the projections, and write one anew."""
+"""``pillarbox projections``: list projections, and rebuild one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .serving import opened_box
 
 @click.group(no_args_is_help=False)
 def command() -> None:
-    """See the projections, and write one anew."""
+    """List projections, and rebuild one."""
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def list_projections(config: Path | None, as_json: bool, exact: bool) -> None:
     emit({"projections": found}, listed(found, exact=exact), as_json=as_json)
 
 
-# -- writing anew ------------------------------------------------------------------------------------------------------
+# -- rebuilding --------------------------------------------------------------------------------------------------------
 
 
 @command.command()
@@ -55,9 +55,9 @@ def list_projections(config: Path | None, as_json: bool, exact: bool) -> None:
     metavar="outbox|broker|FILE",
     default=("outbox",),
     show_default="outbox",
-    help="Where its events are. An archive is read before the outbox; there may be several.",
+    help="Where its events are. Archives are read before the outbox; there may be several.",
 )
-@click.option("--incomplete", is_flag=True, help="Do it although events that it has had are not found any more.")
+@click.option("--incomplete", is_flag=True, help="Rebuild even if events that the projection has had are missing.")
 @signed
 @options
 def rebuild(
@@ -71,10 +71,10 @@ def rebuild(
     author: Author,
     dry_run: bool,
 ) -> None:
-    """Write the table of a projection anew, beside the old one, and put it in its place.
+    """Compute the rows of a projection again from its events, and replace the live ones.
 
-    BOX is a Pillarbox in your code that has the projection NAME. It goes on meanwhile, and its table can be read all
-    the time. Ctrl-C leaves everything as it was.
+    BOX is a Pillarbox in your code that has the projection NAME. The projection goes on meanwhile, and its table can be
+    read all the time. Ctrl-C leaves everything as it was.
     """
     load_settings(config)
     past = _past(source)

@@ -1,4 +1,4 @@
-"""Read models: tables that events write, and that can be written anew."""
+"""Read models: tables that events write, and that can be rebuilt from them."""
 
 from __future__ import annotations
 
