@@ -17,6 +17,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol
 from uuid import UUID
 
+import msgspec
+
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -68,7 +70,8 @@ _elapsed = _elapsed_with_sleep if hasattr(time, "CLOCK_BOOTTIME") else time.mono
 
 def uuid7(stamp: int, tail: int) -> UUID:
     """A UUIDv7 from a 60-bit time stamp (in 1/4096 ms) and 62 random bits."""
-    return UUID(int=(stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0b10 << 62 | tail)
+    number = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0b10 << 62 | tail
+    return msgspec.convert(number.to_bytes(16, "big"), UUID)  # as UUID(int=number), in half of the time
 
 
 def first_uuid7(seconds: float) -> UUID:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -91,6 +92,11 @@ class EventType:
         return tuple(field.name for field in dataclasses.fields(self.cls) if field.name not in IDENTITY)
 
     @cached_property
+    def read(self) -> Callable[[object], tuple[Any, ...]]:
+        """The identity of one of our own events, and its content in the order of `names`."""
+        return attrgetter("event_id", "occurred_at", *self.names)
+
+    @cached_property
     def optional(self) -> bool:
         """Whether some of these may be left out."""
         return not all(_is_required(each) for each in dataclasses.fields(self.cls) if each.name not in IDENTITY)
@@ -106,7 +112,22 @@ class EventType:
 
     def check(self, payload: Mapping[str, Any]) -> Any:
         """The payload by its annotations; `PayloadError` names the field that does not fit."""
-        return _convert(payload, self.shape)
+        try:
+            return msgspec.convert(payload, self.shape, dec_hook=_pydantic, str_keys=True)
+        except msgspec.ValidationError as error:
+            if not _has_big_integer(payload):
+                raise _named(error) from None
+            refusal = _named(error)
+        try:
+            # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
+            found: Any = msgspec.convert(payload, self.shape, dec_hook=_pydantic, str_keys=True, strict=False)
+        except msgspec.ValidationError as error:
+            raise _named(error) from None
+        # It reads more than that, "12" for 12 say: what it read must say the same as what was written.
+        for name, value in plain_fields(fields_of(found).items()).items():
+            if name in payload and value != payload[name]:
+                raise PayloadError(name, refusal.problem)
+        return found
 
     def _shape(self) -> type[msgspec.Struct]:
         try:
@@ -275,18 +296,19 @@ def capture(event: object) -> Raised:
     """Take the event as it is now, checked. Later changes to what it refers to are not seen."""
     kind = registry.of_type(type(event))
     if isinstance(event, Event):
-        event_id, occurred_at = event.event_id, event.occurred_at
-        fields = [(name, getattr(event, name)) for name in kind.names]
+        event_id, occurred_at, *values = kind.read(event)
+        payload = plain_fields(zip(kind.names, values, strict=True))
     else:
         event_id, occurred_at = _foreign_identity(event)
-        fields = list(fields_of(event).items())
-    _check_identity(event_id, occurred_at)
-    payload = plain_fields(fields)
+        payload = plain_fields(fields_of(event).items())
+    if not (type(event_id) is UUID and type(occurred_at) is datetime and occurred_at.tzinfo is UTC):
+        _check_identity(event_id, occurred_at)
+        occurred_at = occurred_at.astimezone(UTC)
     for name in kind.decimals:
         if isinstance(payload.get(name), (int, float)):
             raise PayloadError(name, f"expected Decimal, got {type(getattr(event, name)).__name__}")
     kind.check(payload)
-    return Raised(event, kind, event_id, occurred_at.astimezone(UTC), payload, current_context(), next(_sequence))
+    return Raised(event, kind, event_id, occurred_at, payload, current_context(), next(_sequence))
 
 
 def _check_identity(event_id: object, occurred_at: object) -> None:
@@ -313,27 +335,6 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(payload: Any, target: type) -> Any:
-    if hasattr(target, "model_validate"):
-        return _pydantic(target, payload)
-    try:
-        return msgspec.convert(payload, target, dec_hook=_pydantic, str_keys=True)
-    except msgspec.ValidationError as error:
-        if not _has_big_integer(payload):
-            raise _named(error) from None
-        refusal = _named(error)
-    try:
-        # Integers beyond 2**53 travel as strings; only the lax mode reads them back.
-        found: Any = msgspec.convert(payload, target, dec_hook=_pydantic, str_keys=True, strict=False)
-    except msgspec.ValidationError as error:
-        raise _named(error) from None
-    # It reads more than that, "12" for 12 say: what it read must say the same as what was written.
-    for name, value in plain_fields(fields_of(found).items()).items():
-        if name in payload and value != payload[name]:
-            raise PayloadError(name, refusal.problem)
-    return found
-
-
 def _has_big_integer(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_big_integer, value.values()))
@@ -343,7 +344,7 @@ def _has_big_integer(value: Any) -> bool:
 
 
 def _pydantic(target: type, value: Any) -> Any:
-    """Nested pydantic models, which msgspec does not know."""
+    """Pydantic models, which msgspec does not know."""
     if isinstance(value, target):
         return value
     validate = getattr(target, "model_validate", None)

@@ -104,7 +104,7 @@ def _time(value: Any, path: str, _depth: int) -> str:
     return text
 
 
-def _duration(value: Any, _path: str, _depth: int) -> str:
+def _native(value: Any, _path: str, _depth: int) -> str:
     text: str = msgspec.to_builtins(value)
     return text
 
@@ -155,11 +155,11 @@ _KINDS: tuple[tuple[type, _Converter], ...] = (
     (int, _integer),
     (float, _float),
     (Decimal, _decimal),
-    (UUID, lambda value, _path, _depth: str(value)),
+    (UUID, _native),
     (datetime, _datetime),
     (date, lambda value, _path, _depth: value.isoformat()),
     (time, _time),
-    (timedelta, _duration),
+    (timedelta, _native),
     (bytes, _bytes),
     (bytearray, _bytes),
     (list, _array),
