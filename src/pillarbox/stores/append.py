@@ -159,7 +159,8 @@ def _values(row: Delivery) -> tuple[Any, ...]:
 
 def _values_insert(name: str, dialect: Dialect, count: int) -> FixedStatement:
     table = tables[name]
-    parameters = [(f"{column}_{index}", table.c[column].type) for index in range(count) for column in _COLUMNS]
+    kinds = {column: table.c[column].type for column in _COLUMNS if column != "body"}  # bytes, as drivers take them
+    parameters = [(f"{column}_{index}", kinds.get(column)) for index in range(count) for column in _COLUMNS]
     rows = [
         {column: bindparam(f"{column}_{index}", type_=table.c[column].type) for column in _COLUMNS}
         for index in range(count)

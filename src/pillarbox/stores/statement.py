@@ -7,7 +7,6 @@ every turn of a lane, that costs more than everything else we do.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -36,7 +35,7 @@ class FixedStatement:
         for place, process in self._processors:
             values[place] = process(values[place])
         given = tuple(values) if self._names is None else dict(zip(self._names, values, strict=True))
-        if connection.dialect.name == "postgresql" and _is_active(connection) and not _is_watched(connection):
+        if connection.dialect.name == "postgresql" and _needs_no_sqlalchemy(connection):
             _hand_over(connection, self._text, given)
         else:
             connection.exec_driver_sql(self._text, given)
@@ -71,12 +70,12 @@ class DirectStatement:
         text, given = "", None
         try:
             text, given = self._with(parameters, connection.dialect)
-            return await _fetched_by_asyncpg(connection.connection.dbapi_connection, text, given, seconds)
+            driver: Any = connection.connection.driver_connection
+            rows: Sequence[Any] = await driver.fetch(text, *given, timeout=seconds)
         except BaseException as error:
             failure = await greenlet_spawn(_given_up, connection, text, given, error)
-            if failure is error:
-                raise
-            raise failure from error
+            raise failure from failure.__cause__
+        return rows
 
     def _with(self, parameters: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:
         text, names, positional = self._compiled.get(dialect.driver) or self._compile(dialect)
@@ -94,27 +93,24 @@ def takes_at_once(connection: Connection) -> bool:
     """Whether a `DirectStatement` may go to this connection's driver without a greenlet, which takes longer than an
     easy statement.
     """
-    return connection.dialect.driver == "asyncpg" and _needs_no_cursor(connection.connection)
+    return connection.dialect.driver == "asyncpg" and _needs_no_cursor(connection.connection.dbapi_connection)
 
 
 def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[Any], Any] | None = None) -> Any:
     """Have the driver run it. What fails, fails as it does in SQLAlchemy: with its errors, and without a connection
     that nobody could use again.
     """
-    dialect: Any = connection.dialect
-    pooled: Any = connection.connection
+    adapter: Any = connection.connection.dbapi_connection
     cursor: Any = None
     try:
-        if dialect.driver == "asyncpg" and _needs_no_cursor(pooled):
-            return await_only(_one_at_a_time(pooled.dbapi_connection, text, given))
-        cursor = pooled.cursor()
+        if connection.dialect.driver == "asyncpg" and _needs_no_cursor(adapter):
+            return await_only(_one_at_a_time(adapter, text, given))
+        cursor = adapter.cursor()
         cursor.execute(text, given)
         found = None if result is None else result(cursor)
     except BaseException as error:
         failure = _failure(connection, text, given, error, cursor)
-        if failure is error:
-            raise
-        raise failure from error
+        raise failure from failure.__cause__
     cursor.close()
     return found
 
@@ -122,13 +118,18 @@ def _hand_over(connection: Connection, text: str, given: Any, result: Callable[[
 def _failure(connection: Connection, text: str, given: Any, error: BaseException, cursor: Any = None) -> BaseException:
     """What to raise for an error. A connection that nobody could use again is given up."""
     dialect: Any = connection.dialect
+    if dialect.driver == "asyncpg" and isinstance(error, Exception):
+        try:
+            cast("Any", connection.connection.dbapi_connection)._handle_exception(error)
+        except Exception as translated:
+            error = translated
     answered = isinstance(error, dialect.dbapi.Error)
     gone = not answered or dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor)
     if gone:
         connection.invalidate(error)
     if not answered:
         return error
-    return DBAPIError.instance(
+    failure = DBAPIError.instance(
         text,
         given,
         cast("Exception", error),
@@ -137,6 +138,8 @@ def _failure(connection: Connection, text: str, given: Any, error: BaseException
         connection_invalidated=gone,
         dialect=dialect,
     )
+    failure.__cause__ = error
+    return failure
 
 
 def _given_up(connection: Connection, text: str, given: Any, error: BaseException) -> BaseException:
@@ -148,43 +151,35 @@ def _given_up(connection: Connection, text: str, given: Any, error: BaseExceptio
     return failure
 
 
-def _needs_no_cursor(pooled: Any) -> bool:
+def _needs_no_cursor(adapter: Any) -> bool:
     """Whether the cursor that stands between us and asyncpg would do nothing but take time: it begins the transaction
     with its first statement, and gives prepared statements the names that somebody may want behind PgBouncer.
     """
-    adapter = pooled.dbapi_connection
-    begun = adapter.autocommit or adapter.driver_connection.is_in_transaction()
+    begun = adapter._connection.is_in_transaction() or adapter.autocommit
     return begun and adapter._prepared_statement_name_func is adapter._default_name_func
 
 
 async def _one_at_a_time(adapter: Any, text: str, given: Any) -> Sequence[Any]:
     """Whoever shares the connection waits, as everybody does who goes by a cursor."""
-    async with adapter._execute_mutex:
-        return await _fetched_by_asyncpg(adapter, text, given)
-
-
-async def _fetched_by_asyncpg(adapter: Any, text: str, given: Any, seconds: float | None = None) -> Sequence[Any]:
+    await adapter._execute_mutex.acquire()
     try:
-        rows: Sequence[Any] = await adapter.driver_connection.fetch(text, *given, timeout=seconds)
-    except Exception as error:
-        adapter._handle_exception(error)
-        raise
+        rows: Sequence[Any] = await adapter._connection.fetch(text, *given)
+    finally:
+        adapter._execute_mutex.release()
     return rows
 
 
-def _is_active(connection: Connection) -> bool:
-    """Whether what is written now belongs to a transaction that SQLAlchemy knows and has not given up."""
-    transaction = connection.get_nested_transaction() or connection.get_transaction()
-    return transaction is not None and transaction.is_active
-
-
-def _is_watched(connection: Connection) -> bool:
-    """Whether somebody listens to, or logs, the statements of this connection: instruments, or a person."""
+def _needs_no_sqlalchemy(connection: Connection) -> bool:
+    """Whether what is written now belongs to a transaction that SQLAlchemy knows and has not given up, and nobody
+    listens to, or logs, the statements of this connection: instruments, or a person.
+    """
+    transaction = connection._nested_transaction or connection._transaction
+    if transaction is None or not transaction.is_active or connection._echo:
+        return False
     if connection._has_events or connection.engine._has_events:
         dispatch: Any = connection.dispatch
-        if dispatch.before_cursor_execute or dispatch.after_cursor_execute:
-            return True
-    return connection.engine.logger.isEnabledFor(logging.INFO)
+        return not (dispatch.before_cursor_execute or dispatch.after_cursor_execute)
+    return True
 
 
 def _processor(kind: TypeEngine[Any] | None, dialect: Dialect) -> Callable[[Any], Any] | None:
