@@ -27,8 +27,8 @@ from . import clock, commit, telemetry
 from .aggregate import Aggregate, recorded_by
 from .errors import DuplicateEventError, SessionError
 from .event import Event, EventType, Raised, capture
-from .outbox import Delivery, NewRows, count_rows, stable_hash
-from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, Router, check_key, default_aggregate_type, origins
+from .outbox import Delivery, LaneName, NewRows, stable_hash
+from .route import MAX_KEY_BYTES, MAX_TENANT_BYTES, Origin, Router, check_key, default_aggregate_type
 from .telemetry import Activity, Signals, handed_on
 from .tenancy import Tenancy, TenantScoped, session_tenant
 
@@ -36,6 +36,8 @@ MAX_ROUNDS = 100
 
 _Unnumbered = tuple[EventType, str, str, int | None]
 """An event's type, the type and id of its aggregate, and the version of that."""
+_Place = tuple[int, int, int, str | None]
+"""Route, schema version, shard and tenant of a row."""
 _Recorded = tuple["_Entry", _Unnumbered, int, int]
 """With its identity, and the hash of all that must not differ when an event is recorded twice."""
 
@@ -85,7 +87,7 @@ class _Entry(msgspec.Struct, frozen=True):
 class _Frame:
     """What happened inside one transaction or savepoint."""
 
-    __slots__ = ("aggregates", "committed", "marks", "refused", "rows", "taken_over", "undone", "written")
+    __slots__ = ("aggregates", "committed", "marks", "refused", "taken_over", "undone", "written")
 
     def __init__(self, written: _Written) -> None:
         self.written = written
@@ -95,7 +97,6 @@ class _Frame:
         self.aggregates: WeakValueDictionary[int, Aggregate] | None = None
         """Those that have raised something. One with events that are not written is kept by the collector; nothing is
         to be restored in one that nobody keeps."""
-        self.rows: NewRows = {}
         self.taken_over: list[tuple[Aggregate, list[Raised]]] = []
         self.refused = False
         self.committed = False
@@ -110,8 +111,6 @@ class _Frame:
         """A released savepoint becomes part of what surrounds it."""
         for aggregate in inner.touched():
             self.touch(aggregate)
-        for place, count in inner.rows.items():
-            self.rows[place] = self.rows.get(place, 0) + count
         self.taken_over += inner.taken_over
 
     def touched(self) -> list[Aggregate]:
@@ -124,7 +123,7 @@ class _Written:
     only its id is kept, of its content a hash.
     """
 
-    __slots__ = ("_foreign", "_ids", "_known", "_numbered", "_routes", "handled", "hashes")
+    __slots__ = ("_foreign", "_ids", "_known", "_numbered", "_places", "handled", "hashes")
 
     def __init__(self) -> None:
         self.hashes: dict[int, int] = {}
@@ -135,9 +134,9 @@ class _Written:
         """
         self._numbered = 0
         self._ids: list[int] = []
-        self._routes: list[tuple[int, int]] = []
-        """For each row the id of its event, and its route with its schema version."""
-        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        self._places: list[_Place] = []
+        """For each row the id of its event, and where it went."""
+        self._known: dict[_Place, _Place] = {}
         self.handled: dict[int, None] = {}
         """Events that handlers were called with."""
 
@@ -152,13 +151,10 @@ class _Written:
             self.hashes.popitem()
         while len(self.handled) > handled:
             self.handled.popitem()
-        del self._ids[rows:], self._routes[rows:]
+        del self._ids[rows:], self._places[rows:]
 
-    def identity(self, raised: Raised) -> int:
-        """Which event this is: its id. Foreign classes carry none: then it is a number below 0 that is given here."""
-        event = raised.event
-        if isinstance(event, Event):
-            return raised.event_id.int
+    def number(self, event: object) -> int:
+        """The number below 0 of an event of a foreign class, which carries no id."""
         known, number = self._foreign.get(id(event), (None, 0))
         if known is None or known() is not event:
             self._numbered = number = self._numbered - 1
@@ -169,12 +165,20 @@ class _Written:
         """These rows were written."""
         for row in deliveries:
             self._ids.append(row.event_id.int)
-            route = (row.route, row.schema_version)
-            self._routes.append(self._known.setdefault(route, route))  # each once in memory
+            place = row.route, row.schema_version, row.shard, row.tenant
+            self._places.append(self._known.setdefault(place, place))  # each once in memory
 
     def rows(self) -> commit.Written:
         """All rows: event, route and schema version."""
-        return [(UUID(int=number), *route) for number, route in zip(self._ids, self._routes, strict=True)]
+        return [(UUID(int=number), *place[:2]) for number, place in zip(self._ids, self._places, strict=True)]
+
+    def count(self) -> NewRows:
+        """How many rows there are, by lane and tenant."""
+        rows: NewRows = {}
+        for route, _, shard, tenant in self._places:
+            place = LaneName(route, shard), tenant
+            rows[place] = rows.get(place, 0) + 1
+        return rows
 
 
 def _reference(event: object) -> Callable[[], object]:
@@ -226,7 +230,8 @@ class Collector:
         if self._session() is None:
             recorded_by(aggregate).collector = None
             return
-        self._ensure_begun()
+        if not self._frames:
+            self.session.begin()
         self._touched[id(aggregate)] = aggregate
         self._frames[-1].touch(aggregate)
 
@@ -240,7 +245,8 @@ class Collector:
                 "ordered=True needs transaction locks, which this database does not have: "
                 "raise the event from an aggregate"
             )
-        self._ensure_begun()
+        if not self._frames:
+            self.session.begin()
         self._published.append(_Entry(capture(event), None, checked, tenant, ordered))
 
     def attach(self, aggregate: Aggregate, *, new: bool) -> None:
@@ -275,11 +281,6 @@ class Collector:
             recorded_by(merged).events += events
             self.touched(merged)
             self._frames[-1].taken_over.append((given, events))
-
-    def _ensure_begun(self) -> None:
-        session = self.session
-        if not session.in_transaction():
-            session.begin()
 
     # -- what is written -----------------------------------------------------------------------------------------------
 
@@ -355,16 +356,16 @@ class Collector:
     def _write(self) -> None:
         entries = self._published
         if self._touched:
-            raised = [_Entry(it, each) for each in self._touched.values() for it in recorded_by(each).events]
-            entries = sorted(raised + entries, key=lambda entry: entry.raised.sequence)
+            own = [_Entry(it, each) for each in self._touched.values() for it in recorded_by(each).events]
+            entries = sorted(own + entries, key=lambda entry: entry.raised.sequence)
         written, recorded = self._frames[-1].written, list[_Recorded]()
         for entry in entries:
-            origin = self._origin(entry)
-            content = hash((_encode(entry.raised.payload), entry.key, entry.tenant, origin[1], origin[2]))
-            recorded.append((entry, origin, written.identity(entry.raised), content))
+            raised, origin = entry.raised, self._origin(entry)
+            content = hash((_encode(raised.payload), entry.key, entry.tenant, origin[1], origin[2]))
+            identity = raised.event_id.int if isinstance(raised.event, Event) else written.number(raised.event)
+            recorded.append((entry, origin, identity, content))
         fresh = self._without_repetitions(recorded)
-        numbered = zip(fresh, origins([it[1] for it in fresh]), strict=True)
-        wanted = [(it[0], origin) for it, origin in numbered if self._outbox.router.plan(it[0].raised.type)]
+        wanted = self._numbered(fresh)
         if wanted:
             self._append(wanted)
         for _, _, identity, content in fresh:
@@ -406,6 +407,24 @@ class Collector:
                 )
         return fresh
 
+    def _numbered(self, fresh: list[_Recorded]) -> list[tuple[_Entry, Origin]]:
+        """Those that go anywhere, each with its number within its aggregate: local ones apart from those that leave.
+
+        A consumer must be able to see from what it gets whether something is missing; it never gets the local ones.
+        """
+        totals: dict[tuple[str, str, bool], int] = {}
+        numbered = []
+        for entry, (kind, aggregate_type, aggregate_id, version), _, _ in fresh:
+            group = aggregate_type, aggregate_id, kind.integration
+            index = totals.get(group, 0)
+            totals[group] = index + 1
+            if self._outbox.router.plan(kind):
+                numbered.append((entry, group, version, index))
+        return [
+            (entry, Origin(group[0], group[1], version, index, totals[group]))
+            for entry, group, version, index in numbered
+        ]
+
     def _append(self, wanted: list[tuple[_Entry, Origin]]) -> None:
         connection = self._connection()
         prepared = self._outbox.prepare(connection)
@@ -428,9 +447,7 @@ class Collector:
         except BaseException:
             commit.doubt(connection)  # rows may go by the driver, where SQLAlchemy tells nobody of an error
             raise
-        frame = self._frames[-1]
-        frame.written.note_rows(deliveries)
-        count_rows(deliveries, frame.rows)
+        self._frames[-1].written.note_rows(deliveries)
 
     def _append_traced(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
         raised = [entry.raised for entry, _ in wanted]
@@ -466,7 +483,10 @@ class Collector:
             raise SessionError(
                 "the outbox has no database in this session: give the sessionmaker bind=engine"
             ) from error
-        connection = Session.connection(session, bind_arguments={"bind": bind})
+        # What the ORM has just used is taken from where it is: to ask for it takes longer than all of this.
+        transaction: Any = session._transaction
+        known = transaction._connections.get(bind) if transaction is not None and transaction.is_active else None
+        connection = known[0] if known else Session.connection(session, bind_arguments={"bind": bind})
         self._borrowed = connection is bind
         if _is_autocommit(connection):
             raise SessionError("this engine is in AUTOCOMMIT mode, where a rollback would undo nothing")
@@ -528,16 +548,16 @@ class Collector:
             self._end(frame)
 
     def _end(self, frame: _Frame) -> None:
-        unknown = False
+        unknown, rows = False, frame.written.count()
         if self._handle is not None:
             unknown = commit.forget(self._handle)
             self._handle = None
         if self._outbox.signals.observers:
             # In a transaction that belongs to somebody else nothing was committed yet.
-            ours = frame.rows and self._prepared is not None
+            ours = rows and self._prepared is not None
             self._tell(unknown=unknown, took=self._commit_took if ours else None)
-        if frame.committed and frame.rows:
-            self._outbox.committed(frame.rows, self._prepared)
+        if rows:
+            self._outbox.committed(rows, self._prepared)
 
     def _tell(self, *, unknown: bool, took: float | None) -> None:
         if unknown:

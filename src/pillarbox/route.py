@@ -11,6 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, Literal
 
@@ -233,7 +234,7 @@ def may_come_to(template: str, topic: str, tenant: str) -> bool:
     return topic == template if pattern is None else pattern.fullmatch(topic) is not None
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(msgspec.Struct, frozen=True, gc=False):
     """Where a raised event comes from: the aggregate, or just a key."""
 
     aggregate_type: str
@@ -389,7 +390,8 @@ def check_key(name: str, value: str, limit: int) -> str:
     """A key or tenant: a printable string, not empty, within the limit, taken byte by byte as it is."""
     if not isinstance(value, str) or not value:
         raise HeaderError(f"{name}: must be a string that is not empty, got {value!r}")
-    check_header(name, value)
+    if not value.isprintable():
+        check_header(name, value)
     if len(value) * 4 > limit and (size := len(value.encode())) > limit:
         raise HeaderError(f"{name}: has {size} bytes, and {limit} are allowed")
     return value
@@ -402,21 +404,7 @@ def check_tenant(tenant: str) -> str:
     return tenant
 
 
-def origins(kinds: Sequence[tuple[EventType, str, str, int | None]]) -> list[Origin]:
-    """Number the events of one flush: each within its aggregate, local ones apart from those that leave.
-
-    A consumer must be able to see from what it gets whether something is missing; it never gets the local ones.
-    """
-    totals: dict[tuple[str, str, bool], int] = {}
-    numbered = []
-    for kind, aggregate_type, aggregate_id, version in kinds:
-        group = (aggregate_type, aggregate_id, kind.integration)
-        index = totals.get(group, 0)
-        totals[group] = index + 1
-        numbered.append((group, version, index))
-    return [Origin(group[0], group[1], version, index, totals[group]) for group, version, index in numbered]
-
-
+@lru_cache(maxsize=4096)
 def default_aggregate_type(event_name: str) -> str:
     """For events without an aggregate: the second part of the event's name."""
     return event_name.split(".")[1]
