@@ -121,17 +121,6 @@ class Broker:
     def crash(self) -> None:
         """Forget what only memory knew."""
 
-    def handle(self, life: Life, message: Message, reply: Reply) -> None:
-        """Be a handler of the bus."""
-        if self.refuses(message):
-            self._reject(message)
-            reply(RuntimeError("the handler failed"))
-            return
-        self.topics[message.topic].append(message)
-        if event_of(message) in self.deadly:
-            self.chaos.kill(life)
-        reply(None)
-
 
 class NumberedBroker(Broker):
     """One copy of each message, if what it says about numbers is heeded."""

@@ -81,7 +81,7 @@ class Fate:
     def _mend(self) -> None:
         self._world.store_away = False
         self._world.cut_off.clear()
-        for broker in (self._world.broker, self._world.handlers):
+        for broker in (self._world.broker, self._world.plain):
             broker.away = broker.rejects_everything = False
             broker.rejected.clear()
 
@@ -93,7 +93,7 @@ class Fate:
         self._world.broker.crash()
 
     def _broker_rejects_everything(self) -> None:
-        self._draw.choice((self._world.broker, self._world.handlers)).rejects_everything = True
+        self._draw.choice((self._world.broker, self._world.plain)).rejects_everything = True
         self._mend_later()
 
     def _broker_disk_hangs(self) -> None:
@@ -198,10 +198,10 @@ class Fate:
         """
         if self._chaos.loop.time() > self._relented_at + 60 and not self._world.writers.is_poisoned:
             self._world.broker.refusals.clear()
-            self._world.handlers.refusals.clear()
+            self._world.plain.refusals.clear()
         for stored in self._world.store.rows():
             if stored.status is Status.FAILED and not self._world.store.is_requested(stored.id):
-                for broker in (self._world.broker, self._world.handlers):
+                for broker in (self._world.broker, self._world.plain):
                     broker.refusals.pop(stored.row.headers["event_id"], None)
                     broker.deadly.discard(stored.row.headers["event_id"])
                     broker.bugs.pop(stored.row.headers["event_id"], None)

@@ -23,7 +23,6 @@ from pillarbox import lane as lanes
 from pillarbox import plan as plans
 from pillarbox import rejections, sending
 from pillarbox import relay as relays
-from pillarbox.bus import Bus
 from pillarbox.collector import Collector
 from pillarbox.cursor import Cursor, Snapshot, Window
 from pillarbox.fairness import Detours
@@ -453,35 +452,6 @@ def _nobody_looks_after_the_bell_was_lost(patch: pytest.MonkeyPatch) -> None:
 def _lanes_that_are_nobodys_share(patch: pytest.MonkeyPatch) -> None:
     share = relays.fair_share
     patch.setattr(relays, "fair_share", lambda *asked: min(1, share(*asked)))
-
-
-# -- handlers of the process -------------------------------------------------------------------------------------------
-
-
-@mutant("I1")
-def _failed_handler_counts_as_done(patch: pytest.MonkeyPatch) -> None:
-    send = Bus.send
-
-    async def optimistic(self: Bus, producer: str, messages: Sequence[Message]) -> Outcome:
-        await send(self, producer, messages)
-        return Outcome(range(len(messages)))
-
-    patch.setattr(Bus, "send", optimistic)
-
-
-@mutant("I5", seed=3, watched=False)
-def _handlers_go_on_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
-    async def heedless(self: Bus, _producer: str, messages: Sequence[Message]) -> Outcome:
-        accepted, rejected = list[int](), list[Rejection]()
-        for index, message in enumerate(messages):
-            try:
-                await self._dispatch(message)
-                accepted.append(index)
-            except Exception as error:
-                rejected.append(Rejection(index, repr(error)))
-        return Outcome(accepted, rejected)
-
-    patch.setattr(Bus, "send", heedless)
 
 
 # -- collecting --------------------------------------------------------------------------------------------------------

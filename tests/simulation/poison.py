@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import count, cycle
 from typing import TYPE_CHECKING, Any
 
-from pillarbox.outbox import BUS, Delivery, Key, Status
+from pillarbox.outbox import Delivery, Key, Status
 from pillarbox.transport import Capabilities
 from tests.simulation.brokers import FOR_EVER, UNSENDABLE
 from tests.simulation.checker import Entry
@@ -82,7 +82,7 @@ class Poisoners(Writers):
         super().plan(seconds)
         if self.kind is Poison.BURSTS:
             chaos, draw = self._world.chaos, self._draw
-            topics = [f"{it.topic}-{draw.randrange(2)}" for it in self._world.routes if it.destination != BUS]
+            topics = [f"{it.topic}-{draw.randrange(2)}" for it in self._world.routes if it.destination == "broker"]
             for _ in range(draw.choice((1, 3))):
                 victim = draw.choice([*self._tenants, *topics])
                 rejected = self._world.broker.rejected
@@ -103,7 +103,7 @@ class Poisoners(Writers):
         if self.kind is Poison.BUGS:
             broker.bugs[event] = self._draw.choice([*Bug])
         else:
-            broker.refusals[event] = self._world.handlers.refusals[event] = FOR_EVER
+            broker.refusals[event] = self._world.plain.refusals[event] = FOR_EVER
         return deliveries
 
     def go_on(self) -> None:
@@ -138,5 +138,5 @@ class Poisoners(Writers):
             or stored.status is Status.FAILED
             or row.body.startswith(UNSENDABLE)
             or event in self._world.broker.bugs
-            or any(it.refusals.get(event, 0) > 0 for it in (self._world.broker, self._world.handlers))
+            or any(it.refusals.get(event, 0) > 0 for it in (self._world.broker, self._world.plain))
         )

@@ -17,7 +17,7 @@ Effect = Callable[[Reply], None]
 DULL = frozenset({"census", "ready", "renew", "poll"})
 """Calls that are made all the time: faults hit them less often."""
 
-CALLS = ("send", "open", "announce", "amend", "settle", "rebuild", "take", "release", "handle")
+CALLS = ("send", "open", "announce", "amend", "settle", "rebuild", "take", "release")
 
 PAUSE = (1.0, 12.0)
 """How long a process sleeps: shorter or longer than its leases."""

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
+from dataclasses import replace
 from typing import Any, cast
 from uuid import UUID
 
-from pillarbox.bus import Bus
 from pillarbox.doorbell import Doorbell
-from pillarbox.outbox import BUS, FailurePolicy, LaneName, RouteRecord, Row, Status
+from pillarbox.outbox import FailurePolicy, LaneName, RouteRecord, Row, Status
 from pillarbox.relay import Pacing, Relay, RelayStore
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message
@@ -26,7 +26,6 @@ from tests.simulation.wire import CALLS, Wire
 from tests.simulation.writers import Writers
 
 LEASE = 5.0
-HANDLER = "handler"
 
 
 class StorePort:
@@ -99,9 +98,10 @@ class World(Course):
         """Rows of which a failover has forgotten that they were rejected: a numbered broker is thought to have them."""
         numbered = self.draw.random() < 0.6 if numbered is None else numbered
         self.broker: Broker = NumberedBroker(self.chaos) if numbered else Broker(self.chaos)
-        self.handlers = Broker(self.chaos)
+        self.plain = Broker(self.chaos)
+        """Where one of the routes may lead: it knows no numbers."""
         self.routes = self._routes()
-        self.everything_once = numbered and all(route.destination != BUS for route in self.routes)
+        self.everything_once = numbered and all(route.destination == "broker" for route in self.routes)
         self.store = SimulatedStore(
             shards=self.shards, draw_token=self.new_id, log=seed % 2 == 0 if log is None else log
         )
@@ -129,7 +129,7 @@ class World(Course):
             RouteRecord("skip", "broker", "skip", 1, FailurePolicy.SKIP, retry),
         ]
         if self.draw.random() < 0.3:
-            routes[self.draw.randrange(2)] = RouteRecord("bus", BUS, HANDLER, 1, FailurePolicy.PARK, retry)
+            routes[self.draw.randrange(2)] = RouteRecord("plain", "plain", "plain", 1, FailurePolicy.PARK, retry)
         return routes
 
     def _writers(self, sessions: bool, poison: Poison | bool) -> Writers:
@@ -184,7 +184,7 @@ class World(Course):
         }
         topics = {
             topic: [_entry(message) for message in messages]
-            for broker in (self.broker, self.handlers)
+            for broker in (self.broker, self.plain)
             for topic, messages in broker.topics.items()
         }
         self.violations += check(self.ledger, topics, once=self.broker.topics if self.broker.numbered else ())
@@ -200,12 +200,12 @@ class World(Course):
 
     def has_arrived(self, row: Row) -> bool:
         """Whether it is on its topic."""
-        messages = [*self.broker.topics.get(row.topic, ()), *self.handlers.topics.get(row.topic, ())]
+        messages = [*self.broker.topics.get(row.topic, ()), *self.plain.topics.get(row.topic, ())]
         return any(event_of(message) == row.headers["event_id"] for message in messages)
 
     def rejections(self, event: str) -> int:
         """How often an event was rejected, wherever it went."""
-        return self.broker.rejections[event] + self.handlers.rejections[event]
+        return self.broker.rejections[event] + self.plain.rejections[event]
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,9 @@ class World(Course):
             cast(RelayStore, StorePort(self, life, wire)),
             {
                 "broker": BrokerPublisher(self.broker, wire, life, self.watch, self.capabilities),
-                f"{BUS}:{HANDLER}": Bus({HANDLER: self._handler(wire, life)}, lambda message: message),
+                "plain": BrokerPublisher(
+                    self.plain, wire, life, self.watch, replace(self.capabilities, numbered=False)
+                ),
             },
             name=life.name,
             pacing=Pacing(lease=LEASE, batch=self.draw.choice(self.writers.batches), look=4.0, grace=6.0),
@@ -228,16 +230,6 @@ class World(Course):
 
     def _lost(self, life: Life) -> None:
         self.hearers.pop(life, None)
-
-    def _handler(self, wire: Wire, life: Life) -> Callable[[Message], Any]:
-        async def handle(message: Message) -> None:
-            try:
-                await wire.ask("handle", lambda reply: self.handlers.handle(life, message, reply))
-            except Exception:
-                self.handlers.rejections[event_of(message)] += 1
-                raise
-
-        return handle
 
     def ring(self, lanes: Collection[LaneName]) -> None:
         """Tell everybody, as far as it arrives."""

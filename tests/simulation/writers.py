@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from pillarbox.outbox import BUS, Delivery, Key, LaneName, RouteRecord, stable_hash
+from pillarbox.outbox import Delivery, Key, LaneName, RouteRecord, stable_hash
 from pillarbox.transport import Capabilities
 from tests.simulation.brokers import FOR_EVER, UNSENDABLE
 from tests.simulation.checker import Entry
@@ -101,7 +101,7 @@ class Writers:
     def _burden(self, event_id: UUID) -> None:
         """Some events have a hard way before them."""
         draw = self._world.draw
-        for broker in (self._world.broker, self._world.handlers):
+        for broker in (self._world.broker, self._world.plain):
             if draw.random() < self._bitterness:
                 broker.refusals[str(event_id)] = draw.choice((1, 1, 2, 3, FOR_EVER))
             if self.deadly and draw.random() < 0.1 and len(broker.deadly) < MANY_DEADLY:
@@ -115,7 +115,7 @@ class Writers:
             route=route.id,
             shard=place % self._world.shards,
             schema_version=1,
-            topic=route.topic if route.destination == BUS else f"{route.topic}-{place // 2 % self._topics}",
+            topic=f"{route.topic}-{place // 2 % self._topics}",
             key=key.key,
             tenant=key.tenant,
             headers={"event_id": str(event_id)} | ({"tenant_id": key.tenant} if key.tenant else {}),
