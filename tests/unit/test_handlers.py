@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -106,6 +107,23 @@ async def test_plain_functions_and_objects_are_handlers() -> None:
     assert seen == [1, 20]
 
 
+async def test_whatever_can_be_called_with_an_event_is_a_handler() -> None:
+    seen: list[object] = []
+
+    async def append(where: list[object], event: Rung) -> None:
+        where.append(event)
+
+    async def by_position(event: Rung, work: UnitOfWork, /, context: MessageContext) -> None:
+        seen.append((event, work, context.consumer))
+
+    rung = Rung(times=1)
+    for handler in (seen.append, lambda event: seen.extend([event]), functools.partial(append, seen)):
+        await called(handler, rung)
+    await called(lambda *events: seen.extend(events), rung)
+    await called(by_position, rung)
+    assert seen == [rung, rung, rung, rung, (rung, WORK, "bells")]
+
+
 async def test_what_happens_inside_is_caused_by_the_message() -> None:
     seen: list[object] = []
 
@@ -143,7 +161,7 @@ async def _wants_another(event: Muted) -> None: ...
 async def _wants_no_event_type(event: int) -> None: ...
 async def _wants_what_is_not_registered(event: Unregistered) -> None: ...
 async def _wants_two(event, other) -> None: ...  # type: ignore[no-untyped-def]
-async def _wants_by_position(event: Rung, /) -> None: ...
+async def _wants_another_by_position(event: Rung, number: int = 1, /) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -155,7 +173,7 @@ async def _wants_by_position(event: Rung, /) -> None: ...
         (_wants_no_event_type, "nothing is known for its parameter 'event', annotated as int"),
         (_wants_what_is_not_registered, "nothing is known for its parameter 'event', annotated as Unregistered"),
         (_wants_two, "nothing is known for its parameter 'other', which has no annotation"),
-        (_wants_by_position, "cannot be given by name"),
+        (_wants_another_by_position, "nothing is known for its parameter 'number', annotated as int"),
     ],
 )
 def test_what_cannot_be_given_is_refused_at_once(handler: Any, complaint: str) -> None:

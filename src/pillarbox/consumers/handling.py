@@ -146,16 +146,17 @@ class _Call:
         self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
             getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
         )
-        self._wants = _wants(handler, kinds)
+        self._wants, self._by_position = _wants(handler, kinds)
         self._threads = threads
 
     async def __call__(self, event: object, uow: UnitOfWork, context: MessageContext) -> None:
         given = {name: find(event, uow, context) for name, find in self._wants.items()}
+        by_position = [given.pop(name) for name in self._by_position]
         if self._is_async:
-            await self._handler(**given)
+            await self._handler(*by_position, **given)
             return
         call = self, context.topic, context.tenant, context.event_id
-        result = await self._threads.call(call, partial(self._handler, **given))
+        result = await self._threads.call(call, partial(self._handler, *by_position, **given))
         if inspect.isawaitable(result):
             await result
 
@@ -168,31 +169,34 @@ _BY_TYPE: Mapping[type, _Find] = {
 }
 
 
-def _wants(handler: Handler, kinds: Sequence[type]) -> Mapping[str, _Find]:
-    """What each parameter of a handler gets. The first one that says nothing, or names an event, gets the event."""
+def _wants(handler: Handler, kinds: Sequence[type]) -> tuple[Mapping[str, _Find], Sequence[str]]:
+    """What each parameter of a handler gets, and which of them get it by their position. The first one that says
+    nothing, or names an event, gets the event.
+    """
     where = _name_of(handler)
     events = " | ".join(kind.__qualname__ for kind in kinds)
     hints = _hints(handler, kinds)
     wants: dict[str, _Find] = {}
+    by_position: list[str] = []
     has_event = False
     for name, parameter in inspect.signature(handler).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind is parameter.VAR_KEYWORD or (parameter.kind is parameter.VAR_POSITIONAL and wants):
             continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigurationError(f"{where}: its parameter {name!r} cannot be given by name")
         find = _by_type(hints.get(name))
         if find is None and not has_event and _may_be_event(hints.get(name), kinds):
             find, has_event = _event_itself, True
         if find is not None:
             wants[name] = find
-        elif parameter.default is parameter.empty:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                by_position.append(name)
+        elif parameter.default is parameter.empty or parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigurationError(
                 f"{where}: nothing is known for its parameter {name!r}, {_annotated(parameter)}; a handler may ask, by "
                 f"annotation, for the event ({events}), a UnitOfWork, an AsyncSession and a MessageContext"
             )
     if not has_event:
         raise ConfigurationError(f"{where}: none of its parameters takes the event ({events})")
-    return wants
+    return wants, by_position
 
 
 def _name_of(handler: Handler) -> str:
