@@ -54,7 +54,7 @@ test-all: setup servers ## all tests: every database, chaos, programs that want 
 
 # What waits, listens or speaks to a server by itself; the rest only awaits what these do.
 ON_UVLOOP = tests/unit tests/conformance $(wildcard tests/integration/test_pulsar_*.py) $(patsubst %,tests/integration/test_%.py, \
-  bus commit consumer doorbell drivers effects_proof inbox leases projection_consumer relay signals stream unit_of_work)
+  commit consumer doorbell drivers effects_proof inbox leases projection_consumer relay signals stream subscribe unit_of_work)
 
 test-uvloop: setup servers ## units, relays, consumers, Pulsar and streams on uvloop, which uvicorn brings
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --loop uvloop $(PYTEST_FLAGS) $(ON_UVLOOP)

@@ -89,7 +89,7 @@ class Order(Aggregate, Base):
 
 
 class Notice(Base):
-    """What we have written to the customer. Its key is the event: a handler that is run twice writes one notice."""
+    """What we have written to the customer, one for each event."""
 
     __tablename__ = "notices"
 

@@ -39,10 +39,8 @@ box = Pillarbox(
 
 
 @box.subscribe(OrderPlaced, OrderRepriced, OrderCancelled, name="notices")
-async def write_notice(event: OrderPlaced | OrderRepriced | OrderCancelled) -> None:
-    async with box.unit_of_work() as uow:
-        if await uow.session.get(Notice, event.event_id) is None:  # it may come twice
-            uow.add(Notice(event_id=event.event_id, order_id=event.order_id, text=_wording(event)))
+async def write_notice(event: OrderPlaced | OrderRepriced | OrderCancelled, uow: UnitOfWork) -> None:
+    uow.add(Notice(event_id=event.event_id, order_id=event.order_id, text=_wording(event)))
 
 
 def _wording(event: OrderPlaced | OrderRepriced | OrderCancelled) -> str:

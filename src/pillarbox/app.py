@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, cast
@@ -20,7 +20,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from . import session as sessions
-from .bus import Bus, Handler
 from .cache import Cache
 from .codec import Codec
 from .codecs import Codecs
@@ -30,7 +29,7 @@ from .consumers.handling import Effects, Handlers
 from .consumers.home import OUTBOX
 from .consumers.intake import Flow
 from .consumers.spilling import work_of
-from .context import check_header, current_context
+from .context import current_context
 from .doorbell import Doorbell
 from .embedded import EmbeddedPostgres
 from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, StoreError
@@ -62,6 +61,7 @@ from .stores.drivers import engine_for, with_driver
 from .stores.inbox import SqlInbox
 from .stores.notify import PostgresCarrier
 from .stores.pool import with_own_pool
+from .stores.turns import only_turn
 from .telemetry import Observer, Signals
 from .tenancy import Tenancy, check_role
 from .transport import Capabilities, Message, Publisher, Subscriber, TakesTemplates, Transport
@@ -144,7 +144,6 @@ class Pillarbox:
             {**capabilities, BUS: Capabilities(), INBOX_DESTINATION: Capabilities()},
             shards or SHARDS,
         )
-        self.handlers: dict[str, Handler] = {}
         self.doorbell = Doorbell()
         self._relay_engine: AsyncEngine | None = None
         self._relays: WeakSet[Relay] = WeakSet()
@@ -152,11 +151,15 @@ class Pillarbox:
         self._process: int | None = None
         self.signals = Signals(signals)
         """Who is told what this box and its relays do."""
-        self.signals.watch(Gauges(lambda: self._engine, lambda: [*self._relays, *self.consumers.values()]))
+        self.signals.watch(
+            Gauges(lambda: self._engine, lambda: [*self._relays, *self.consumers.values(), *self.handlers.values()])
+        )
         self._outbox = self.posts = _BoxOutbox(self)
         self._inbox = SqlInbox()
         self.consumers: dict[str, Consumer] = {}
         """The consumers and projections of this box, by name."""
+        self.handlers: dict[str, Consumer] = {}
+        """What `subscribe` has registered, by name: consumers that every relay of this box runs."""
         self._unit_sessions: async_sessionmaker[AsyncSession] | None = None
         if isinstance(engine, AsyncEngine):
             self._use(engine)
@@ -334,8 +337,9 @@ class Pillarbox:
     def subscribe(
         self, *kinds: type, name: str | None = None, before_commit: bool = False
     ) -> Callable[[_Handler], _Handler]:
-        """Decorator: run this function for events of these types, durably: each handler gets a delivery of its own, and
-        a relay of this box calls it with the event.
+        """Decorator: run this function for events of these types, durably: it is a consumer of the outbox by itself,
+        which every relay of this box runs. It may ask for what a handler of `Consumer.on` may ask for, and what it does
+        in its unit of work takes effect once.
 
         With ``before_commit`` it runs inside the transaction that raises the event, is called with the event and the
         session, and what it does or raises commits with it; its failure fails the transaction. An async function needs
@@ -349,9 +353,10 @@ class Pillarbox:
             if before_commit:
                 self._outbox.add_inside(types, handler)
                 return handler
-            stable = check_header("name", name or f"{handler.__module__}.{handler.__qualname__}")
-            self.router.subscribe(stable, types)
-            self.handlers[stable] = handler
+            effects = Handlers()
+            effects.add(kinds, handler)
+            stable = name or f"{handler.__module__}.{handler.__qualname__}"
+            self.handlers[stable] = self._make(Consumer, stable, effects, OUTBOX, (), flow=Flow(), terms=Terms())
             return handler
 
         return keep
@@ -383,7 +388,7 @@ class Pillarbox:
         may then be called again for an event, and its effects stay once. ``ignores`` are patterns of events that may
         come and that are not known here; all other unknown ones become dead letters.
         """
-        return self._consumer(
+        self.consumers[name] = consumer = self._make(
             Consumer,
             name,
             Handlers(),
@@ -392,6 +397,7 @@ class Pillarbox:
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
             terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
         )
+        return consumer
 
     def projection(
         self,
@@ -418,7 +424,7 @@ class Pillarbox:
         if not isinstance(effects, Projection):
             raise ConfigurationError(f"projection takes a subclass of Projection, got {projection!r}")
         effects.cache = cache
-        return self._consumer(
+        self.consumers[effects.name] = consumer = self._make(
             ProjectionConsumer,
             effects.name,
             effects,
@@ -427,8 +433,9 @@ class Pillarbox:
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
             terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
         )
+        return consumer
 
-    def _consumer(
+    def _make(
         self,
         kind: Callable[..., _Consumer],
         name: str,
@@ -440,8 +447,10 @@ class Pillarbox:
         terms: Terms,
     ) -> _Consumer:
         check_key("name", name, 200)
-        if name in self.consumers:
-            raise ConfigurationError(f"two consumers are called {name!r}: each has an inbox of its own, by its name")
+        if name in self.consumers or name in self.handlers:
+            raise ConfigurationError(
+                f"two consumers or handlers are called {name!r}: each has an inbox of its own, by its name"
+            )
         subscriber = None if source == OUTBOX else self._subscriber(name, source)
         if subscriber is None and topics:
             raise ConfigurationError(f"consumer {name!r}: the outbox has no topics; its handlers say what it gets")
@@ -454,7 +463,7 @@ class Pillarbox:
                 f"consumer {name!r}: {type(subscriber).__name__} takes no templates, as it has no check_topics (see "
                 f"pillarbox.transport.TakesTemplates), so name the topics of {templates[0]!r} one by one"
             )
-        consumer = kind(
+        return kind(
             name,
             self,
             effects,
@@ -465,8 +474,6 @@ class Pillarbox:
             flow=flow,
             terms=terms,
         )
-        self.consumers[name] = consumer
-        return consumer
 
     def _name_of(self, source: str | Subscriber) -> str:
         if isinstance(source, str):
@@ -521,6 +528,11 @@ class Pillarbox:
         """Whether the database has one writer at a time."""
         return self.engine.dialect.name == "sqlite"
 
+    @property
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        """What an effect waits for if relays use the only connection, too."""
+        return only_turn(self.engine) or nullcontext()
+
     def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:
         """A relay for the lanes of a consumer: those of the outbox, or the inbound ones."""
         if isinstance(self.engine.pool, StaticPool):
@@ -557,11 +569,11 @@ class Pillarbox:
         With ``source="cdc"``, on PostgreSQL, bodies and wake-ups come by logical replication while it runs: from a
         temporary slot, or from one that is kept and called ``slot``.
         """
-        bus = Bus(self.handlers, self.decode, self.signals)
-        publishers: dict[str, Publisher] = {f"{BUS}:{handler}": bus for handler in self.handlers}
+        handlers = [*self.handlers.values()]
         return self._relay(
-            {**self.transports, **publishers},
+            {**self.transports, **{f"{BUS}:{each.name}": each.destination for each in handlers}},
             name or relay_name(),
+            consumers=handlers,
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),
             shards=shards,
             tenants=tenants,
@@ -580,6 +592,7 @@ class Pillarbox:
         source: Literal["cursor", "cdc"] = "cursor",
         slot: str | None = None,
         table: str = OUTBOUND,
+        consumers: Sequence[Consumer] = (),
     ) -> Relay:
         self._check_started()
         if self._relay_engine is None:
@@ -595,6 +608,7 @@ class Pillarbox:
             store,
             publishers,
             name=name,
+            consumers=consumers,
             pacing=pacing,
             shards=shards,
             tenants=tenants,

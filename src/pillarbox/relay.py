@@ -17,8 +17,18 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Container,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Protocol
@@ -43,6 +53,7 @@ QUICKEST_LOOK = 0.02
 CLOSE_SECONDS = 2.0
 STALLED = 4
 """`Relay.drain` leaves a lane whose destination was unavailable so often in a row."""
+NO_PROGRESS = "messages of a tenant wait for it, and none takes effect"
 STANDING = 3
 """A lane that fails so often in a row will not mend itself."""
 
@@ -71,6 +82,24 @@ class Feed(Protocol):
 
     def samples(self) -> Iterable[Sample]:
         """What gauges show of it."""
+        ...
+
+
+class RelayedConsumer(Protocol):
+    """A consumer that gets its messages from a relay alone."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def progresses(self) -> bool:
+        """Whether what waits for it takes effect."""
+        ...
+
+    def served(self, *, draining: bool) -> AbstractAsyncContextManager[object]:
+        """Work as long as the block does. In a drain it has time for what takes long, and tries every key."""
         ...
 
 
@@ -126,9 +155,10 @@ _MOST = {"lease": 3600, "batch": 10_000, "grace": 3600, "look": 3600, "linger": 
 class Relay:
     """Sends what the outbox holds. Made by ``box.relay()``.
 
-    ``publishers`` are the destinations that it can serve, by what a route needs. ``shards`` keeps it to some lanes of
-    each route, and ``tenants`` to those in which these tenants are, of routes that are sharded by tenant. While it
-    lives these lanes are left to it by relays that keep to none; when it is gone they take them over.
+    ``publishers`` are the destinations that it can serve, by what a route needs, and ``consumers`` work among them
+    while it does. ``shards`` keeps it to some lanes of each route, and ``tenants`` to those in which these tenants are,
+    of routes that are sharded by tenant. While it lives these lanes are left to it by relays that keep to none; when it
+    is gone they take them over.
     """
 
     def __init__(
@@ -136,6 +166,7 @@ class Relay:
         store: RelayStore,
         publishers: Mapping[str, Publisher],
         *,
+        consumers: Sequence[RelayedConsumer] = (),
         name: str | None = None,
         pacing: Pacing | None = None,
         shards: Collection[int] | None = None,
@@ -151,6 +182,7 @@ class Relay:
         self.counts = Counts()
         self._store = store
         self._publishers = publishers
+        self._consumers = consumers
         self._pacing = pacing or Pacing()
         if shards is not None and (not shards or not all(isinstance(shard, int) for shard in shards)):
             raise ConfigurationError(f"relay: shards are numbers, and at least one, got {shards!r}")
@@ -212,6 +244,22 @@ class Relay:
             )
         self._finished.clear()
         self._began_at = clock.current().monotonic()
+        try:
+            async with self._consuming(draining=False):
+                await self._send_until(stops)
+        finally:
+            self._began_at = None
+            self._finished.set()
+
+    @asynccontextmanager
+    async def _consuming(self, *, draining: bool) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for consumer in self._consumers:
+                await stack.enter_async_context(consumer.served(draining=draining))
+            yield
+
+    async def _send_until(self, stops: int) -> None:
+        """Until we are told to stop."""
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
         if self._feed is not None:
             self._feed.start(self._heard, self._workers)
@@ -234,12 +282,8 @@ class Relay:
                 await asyncio.wait([looking], timeout=self._pacing.lease)
             finally:
                 looking.cancel()
-                try:
-                    if self._feed is not None:
-                        await self._feed.stop()
-                finally:
-                    self._began_at = None
-                    self._finished.set()
+                if self._feed is not None:
+                    await self._feed.stop()
 
     def stop(self) -> None:
         """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
@@ -254,14 +298,15 @@ class Relay:
         """Take every lane that is free, take one turn of each, and let them go; what was done comes back."""
         self._check_usable()
         before = Counts(**asdict(self.counts))
-        try:
-            census = await self._attend_once()
-            await self._take(census, dict.fromkeys(self._served(census), census.shard_count), once=True)
-            while self._tasks:
-                await asyncio.wait([*self._tasks.values()], timeout=self._pacing.lease / 3)
-                await self._renew(census)
-        finally:
-            await self._leave()
+        async with self._consuming(draining=True):
+            try:
+                census = await self._attend_once()
+                await self._take(census, dict.fromkeys(self._served(census), census.shard_count), once=True)
+                while self._tasks:
+                    await asyncio.wait([*self._tasks.values()], timeout=self._pacing.lease / 3)
+                    await self._renew(census)
+            finally:
+                await self._leave()
         return self.counts.since(before)
 
     async def drain(self) -> Counts:
@@ -272,18 +317,20 @@ class Relay:
         """
         self._check_usable()
         before = Counts(**asdict(self.counts))
-        try:
-            await self._drain()
-        finally:
-            await self._leave()
+        async with self._consuming(draining=True):
+            try:
+                await self._drain()
+            finally:
+                await self._leave()
         return self.counts.since(before)
 
     @property
     def healthy(self) -> bool:
-        """Whether it has seen to its leases lately, and no topic has been rejecting everything for a while: what a
-        readiness probe should ask.
+        """Whether it has seen to its leases lately, no topic has been rejecting everything for a while, and what waits
+        for handlers takes effect: what a readiness probe should ask.
         """
-        return self._is_recent(self._attended_at) and not self._rejections.standing()
+        progresses = all(consumer.progresses for consumer in self._consumers)
+        return progresses and self._is_recent(self._attended_at) and not self._rejections.standing()
 
     @property
     def alive(self) -> bool:
@@ -298,6 +345,7 @@ class Relay:
     def status(self) -> dict[str, Any]:
         """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
         troubles = {str(it.lane): trouble.reason for it in [*self._workers.values()] if (trouble := self._trouble(it))}
+        troubles |= {it.name: NO_PROGRESS for it in self._consumers if not it.progresses}
         return {
             "relay": self.name,
             "healthy": self.healthy,

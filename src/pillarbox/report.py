@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from . import clock, telemetry
-from .outbox import BUS, Lane, NewRows, Row
+from .outbox import Lane, NewRows, Row
 from .redaction import redacted
 from .telemetry import Activity, Signals, trace_id
 from .transport import Message, Outcome, Verdict
@@ -24,7 +24,6 @@ from .transport import Message, Outcome, Verdict
 logger = logging.getLogger("pillarbox")
 
 BUG = "bug in transport"
-HANDLER_BUG = "bug in handler"
 STUMBLED = "the lane failed"
 TIMES_IN_A_ROW = "times in a row"
 Tell = Callable[[Outcome], None]
@@ -58,8 +57,7 @@ class Report:
         self._topic = lane.route.topic
         self._route = (lane.route.name,)
         self._way = (lane.route.name, lane.route.destination)
-        local = lane.route.destination == BUS
-        self._bug = f"{HANDLER_BUG} {self._topic}" if local else f"{BUG} {lane.route.destination}"
+        self._bug = f"{BUG} {lane.route.destination}"
         self._refused: dict[str, str] = {}
         if signals:  # a counter that is not there before it first rises is seen to rise by nobody
             for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD, telemetry.FORGOTTEN):

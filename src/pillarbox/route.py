@@ -270,33 +270,18 @@ class Router:
             self._records = tuple(route.record for route in (*self._routes, *self._handlers.values()))
         return self._records
 
-    def subscribe(self, handler: str, kinds: Sequence[EventType]) -> Route:
-        """Deliver these events to a handler of this process, as a route of its own."""
-        if handler in self._handlers:
-            raise RouteError(f"two handlers are called {handler!r}; give one of them name=...")
-        return self._deliver(handler, kinds)
-
-    def _deliver(
-        self,
-        handler: str,
-        kinds: Sequence[EventType],
-        retry: RetryPolicy | None = None,
-        on_failure: FailurePolicy = FailurePolicy.PARK,
-    ) -> Route:
+    def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> None:
+        """Deliver these events, and no others, to a consumer of this process, by a route of its own."""
+        for routes in self._handled.values():
+            routes[:] = [route for route in routes if route.topic != consumer]
         names = sorted({kind.name for kind in kinds})
-        route = Route(*names, to=BUS, topic=handler, name=f"{BUS}:{handler}", retry=retry, on_failure=on_failure)
-        self._handlers[handler] = route
+        route = Route(
+            *names, to=BUS, topic=consumer, name=f"{BUS}:{consumer}", retry=retry, on_failure=FailurePolicy.SKIP
+        )
+        self._handlers[consumer] = route
         for name in names:
             self._handled.setdefault(name, []).append(route)
         self._changed()
-        return route
-
-    def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> Route:
-        """Deliver these events, and no others, to a consumer of this process."""
-        for routes in self._handled.values():
-            routes[:] = [route for route in routes if route.topic != consumer]
-        self._handlers.pop(consumer, None)
-        return self._deliver(consumer, kinds, retry, FailurePolicy.SKIP)
 
     def add(self, route: Route) -> None:
         """One more way, which nobody's events go by themselves."""

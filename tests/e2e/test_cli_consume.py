@@ -71,6 +71,7 @@ bills = box.consumer("bills", source="outbox")
 stock = box.consumer("stock", source="broker", topics=["goods", "parts"], retention=timedelta(days=2))
 lonely = doomed.consumer("lonely", source=Broken(), topics=["goods"])
 fine = doomed.consumer("fine", source="outbox")
+doomed.subscribe(Paid, name="mail")(print)
 
 
 @bills.on(Paid)
@@ -222,6 +223,11 @@ class TestConsume:
     def test_mistakes(self, pillarbox: CommandLine) -> None:
         complaint = pillarbox.complaint("consume", "shop:box", "bills", "goods", code=Exit.USAGE)
         assert complaint == "error: shop:box has no consumer 'goods': it has bills, stock"
+        complaint = pillarbox.complaint("consume", "shop:doomed", "mail", code=Exit.USAGE)
+        assert complaint == (
+            "error: shop:doomed has no consumer 'mail': it has fine, lonely; "
+            "`pillarbox relay shop:doomed` runs the handlers 'mail'"
+        )
         assert "shop:empty has no consumers" in pillarbox.complaint("consume", "shop:empty", code=Exit.USAGE)
         assert "choose one" in pillarbox.complaint("consume", "shop", "--drain", "--http", "0", code=Exit.USAGE)
         assert "there is no module" in pillarbox.complaint("consume", "nowhere", code=Exit.USAGE)

@@ -370,8 +370,8 @@ class TestTraces:
         seen = set()
         for span in tracing.exporter.get_finished_spans():
             listed = kinds[span.name.partition(" ")[0], span.kind]
-            consumers = {"messaging.consumer.group.name", "messaging.batch.message_count"}
-            optional = {"error.type"} | (consumers if listed is telemetry.PROCESS else set())
+            batches = {"messaging.batch.message_count"} if listed is telemetry.PROCESS else set()
+            optional = {"error.type"} | batches
             assert {*(span.attributes or {})} == {*listed.attributes} - optional, span.name
             seen.add(listed)
         assert seen == set(telemetry.SPANS)

@@ -278,6 +278,7 @@ class SimulatedHome:
         self.router = Router([], self.codecs.named, {SOURCE: Capabilities(), INBOX_DESTINATION: Capabilities()}, SHARDS)
         self.posts = SimulatedPosts(database, self.router)
         self.inbound = database
+        self.turn = nullcontext()
         self._unit = partial(SimulatedUnitOfWork, database, chaos, life, wire)
         self._relay = partial(
             Relay, cast(RelayStore, StorePort(database, life, wire)), name=life.name, draw=chaos.draw.random

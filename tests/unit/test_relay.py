@@ -8,7 +8,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager
 from string import ascii_lowercase
 from typing import Any
 
@@ -904,6 +905,20 @@ class TestTrouble:
             await until(lambda: relay.healthy)
 
     @in_virtual_time
+    async def test_it_is_as_healthy_as_the_consumers_that_it_runs(self) -> None:
+        world, notices = World(), Consumer()
+        relay = world.relay(consumers=[notices])
+        async with running(relay):
+            await until(lambda: relay.healthy)
+            assert notices.served_how == ["run"]
+            notices.progresses = False
+            assert not relay.healthy
+            assert "none takes effect" in relay.status()["troubles"]["notices"]
+        await relay.drain()
+        await relay.run_once()
+        assert notices.served_how == ["run", "ended", "drain", "ended", "drain", "ended"]
+
+    @in_virtual_time
     async def test_s38_its_status_has_no_keys_and_no_secrets(self) -> None:
         world = World()
         world.write("secretkey1", tenant="acme")
@@ -956,6 +971,22 @@ class Leisurely(Broker):
     async def close(self, producer: str | None = None) -> None:
         await asyncio.sleep(self.seconds)
         await super().close(producer)
+
+
+class Consumer:
+    """One that a relay runs."""
+
+    name = "notices"
+    progresses = True
+
+    def __init__(self) -> None:
+        self.served_how: list[str] = []
+
+    @asynccontextmanager
+    async def served(self, *, draining: bool) -> AsyncIterator[None]:
+        self.served_how.append("drain" if draining else "run")
+        yield
+        self.served_how.append("ended")
 
 
 class IdleFeed:

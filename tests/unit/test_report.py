@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from pillarbox.outbox import BUS, Lane, RouteRecord
+from pillarbox.outbox import Lane, RouteRecord
 from pillarbox.report import Counts, Report
 from pillarbox.telemetry import SILENT
 
@@ -20,8 +20,8 @@ class UnspeakableError(Exception):
         raise RuntimeError("no words")
 
 
-def report(destination: str = "broker", topic: str = "orders") -> Report:
-    route = RouteRecord(f"{destination}:{topic}", destination, topic)
+def report() -> Report:
+    route = RouteRecord("broker:orders", "broker", "orders")
     lane = Lane(route, 0, 1, UUID(int=1), batch=0, next_number=1, announced=None, tries=0, waiting=frozenset())
     return Report(lane, Counts(), SILENT)
 
@@ -38,10 +38,6 @@ def report(destination: str = "broker", topic: str = "orders") -> Report:
 )
 def test_a_bug_is_told_whatever_its_error_says(found: BaseException | str, said: str) -> None:
     assert report().bug(found, first=True) == f"bug in transport broker: {said}"
-
-
-def test_a_bug_of_a_handler_names_the_handler() -> None:
-    assert report(BUS, "shop.remember").bug("oh", first=True) == "bug in handler shop.remember: oh"
 
 
 def test_each_outage_of_a_topic_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,8 +105,10 @@ class TestTogether:
     def test_two_handlers_of_one_name_are_refused(self) -> None:
         box = Pillarbox("sqlite+aiosqlite://")
         box.subscribe(Shipped, name="mail")(print)
-        with pytest.raises(RouteError, match="mail"):
+        with pytest.raises(ConfigurationError, match="two consumers or handlers are called 'mail'"):
             box.subscribe(Shipped, name="mail")(print)
+        with pytest.raises(ConfigurationError, match="two consumers or handlers are called 'mail'"):
+            box.consumer("mail", source="outbox")
         with pytest.raises(ConfigurationError, match="at least one"):
             box.subscribe()
 

@@ -67,7 +67,10 @@ def _chosen(box: Pillarbox, reference: str, names: Sequence[str]) -> list[Consum
         )
     if unknown := [name for name in names if name not in box.consumers]:
         known = ", ".join(sorted(box.consumers))
-        raise CommandError(f"{reference} has no consumer {', '.join(map(repr, unknown))}: it has {known}", Exit.USAGE)
+        said = f"{reference} has no consumer {', '.join(map(repr, unknown))}: it has {known}"
+        if handlers := sorted(box.handlers.keys() & unknown):
+            said += f"; `pillarbox relay {reference}` runs the handlers {', '.join(map(repr, handlers))}"
+        raise CommandError(said, Exit.USAGE)
     return [consumer for name, consumer in box.consumers.items() if not names or name in names]
 
 

@@ -13,8 +13,9 @@ import click
 from sqlalchemy import Connection, select
 
 from ..app import Pillarbox
+from ..consumers.home import OUTBOX
 from ..errors import NotMigratedError, StoreError
-from ..outbox import BUS, TABLES, Status
+from ..outbox import BUS, INBOX_DESTINATION, TABLES, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
@@ -341,8 +342,8 @@ def _consumers(connection: Connection) -> Iterator[Check]:
             what = f"{consumer.name} {what} {age(waited)} ago"
             if tenants:
                 what += f", and {number(sum(tenants.values()), 'message')} that came in wait for it"
-            name = quote(consumer.name)
-            remedy = f"start it: `pillarbox consume MODULE:BOX {name}`; or `pillarbox consumers forget {name}`"
+            start = start_a_relay(BUS if consumer.source == OUTBOX else INBOX_DESTINATION, consumer.name)
+            remedy = f"{start}; or `pillarbox consumers forget {quote(consumer.name)}`"
             yield Check("consumers", State.WARNING, what, remedy)
         yield from _waiting(consumer.name, tenants)
 

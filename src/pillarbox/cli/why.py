@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from .. import clock
 from ..outbox import BUS, INBOX_DESTINATION, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
-from ..report import BUG, HANDLER_BUG, STUMBLED
+from ..report import BUG, STUMBLED
 from ..stores import inbox as stored
 from ..stores import inspection, overview
 from ..stores.inspection import AuditEntry, Details, OpenRequest
@@ -286,8 +286,6 @@ def remedy_for(trouble: str, needs: str) -> str:
     """What to do about a lane that tries again by itself."""
     if BUG in trouble:
         return "fix the transport: the log of the relay has the traceback; nothing is wrong with the destination"
-    if HANDLER_BUG in trouble:
-        return "fix the handler: the log of the relay has the traceback"
     if STUMBLED in trouble:
         return "see that the database answers; else it is a bug: the log of the relay has the traceback"
     if REJECTS_EVERYTHING in trouble:

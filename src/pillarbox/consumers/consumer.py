@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -129,13 +129,15 @@ class Consumer:
         self._intakes = self._make_intakes(self._processor, subscriber, terms.retry)
         self._running = False
         self._stopping = False
+        self._relays = 0
+        """How many bring messages to `destination`, besides any of our own."""
         self._finished = asyncio.Event()
         self._finished.set()
         self._told = Tally()
         self._subscribe()
 
     def _make_intakes(self, processor: Processor, subscriber: Subscriber | None, retry: RetryPolicy) -> list[Intake]:
-        destination = LaneDestination(
+        self.destination = LaneDestination(
             processor,
             progress=self._progress,
             hands=self._hands,
@@ -147,7 +149,7 @@ class Consumer:
         relay = partial(self._home.relay_to, self.name, grace=self._flow.grace, inbound=inbound)
         route = f"consumer:{self.name}" if inbound else f"{BUS}:{self.name}"
         make_due = partial(self._home.apart, retry_now, stable_hash(route))
-        intakes: list[Intake] = [LaneIntake(destination, relay, make_due)]
+        intakes: list[Intake] = [LaneIntake(self.destination, relay, make_due)]
         if subscriber is not None and self._spiller is not None:
             received = SubscriptionIntake(
                 subscriber,
@@ -190,17 +192,37 @@ class Consumer:
         """Consume until `stop` is called or we are cancelled."""
         self._begin()
         try:
-            await self._register_patiently()
-            keeping = asyncio.create_task(self._keep_house())
+            await self._register_patiently(Failure.TRANSIENT)
             try:
-                if not self._stopping:
-                    await self._run_intakes()
+                async with _beside(self._keep_house()):
+                    if not self._stopping:
+                        await self._run_intakes()
             finally:
-                keeping.cancel()
-                await asyncio.wait([keeping])
                 await self._note()
         finally:
             self._end()
+
+    @asynccontextmanager
+    async def served(self, *, draining: bool) -> AsyncIterator[None]:
+        """Work as long as the block does, for a relay that sends to `destination`: there may be several at a time."""
+        if not self._running:
+            self._begin()
+        self._relays += 1
+        try:
+            if draining:
+                await self.register()
+                with self._draining(), self.destination.draining():
+                    yield
+            else:
+                async with _beside(self._register_and_keep_house()):
+                    yield
+        finally:
+            self._relays -= 1
+            if not self._relays:
+                try:
+                    await self._note()
+                finally:
+                    self._end()
 
     async def _run_intakes(self) -> None:
         """Until all have come to their end. If one fails, so do the others."""
@@ -230,16 +252,24 @@ class Consumer:
         """
         self._begin()
         before = replace(self._report.tally)
-        self._progress.holds = False
         try:
             await self.register()
-            while await self._drain_each(idle) and self._spiller is not None and not self._stopping:
-                pass  # what one has settled may be what another waits for
+            with self._draining():
+                while await self._drain_each(idle) and self._spiller is not None and not self._stopping:
+                    pass  # what one has settled may be what another waits for
             await self._note()
         finally:
-            self._progress.holds = True
             self._end()
         return _difference(self._report.tally, before)
+
+    @contextmanager
+    def _draining(self) -> Iterator[None]:
+        """Try every key."""
+        self._progress.holds = False
+        try:
+            yield
+        finally:
+            self._progress.holds = True
 
     async def _drain_each(self, idle: float) -> bool:
         """Whether anything was settled."""
@@ -270,7 +300,12 @@ class Consumer:
         """Whether it runs, its source is available, and every tenant with waiting messages makes progress: something of
         it was dealt with within the consumer's patience.
         """
-        return self._running and all(it.connected for it in self._intakes) and not self._standstill()
+        return self._running and all(it.connected for it in self._intakes) and self.progresses
+
+    @property
+    def progresses(self) -> bool:
+        """Whether every tenant with waiting messages makes progress."""
+        return not self._standstill()
 
     def _standstill(self) -> dict[str | None, float]:
         return self._progress.standstill({work.tenant for work in self._at_hand()})
@@ -333,7 +368,7 @@ class Consumer:
             stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
         )
 
-    async def _register_patiently(self) -> None:
+    async def _register_patiently(self, *borne: Failure) -> None:
         """A consumer may start before its database."""
         attempt = 0
         while not self._stopping:
@@ -341,12 +376,16 @@ class Consumer:
                 await self.register()
                 break
             except Exception as error:
-                if classify(error) is not Failure.TRANSIENT:
+                if classify(error) not in borne:
                     raise
                 attempt += 1
                 if attempt == 1:
                     self._report.away(redacted(f"{type(error).__name__}: {error}"))
                 await asyncio.sleep(min(self.terms.retry.delay(attempt), REGISTER_CAP))
+
+    async def _register_and_keep_house(self) -> None:
+        await self._register_patiently(Failure.TRANSIENT, Failure.UNKNOWN)  # as a relay waits for tables, too
+        await self._keep_house()
 
     async def _keep_house(self) -> None:
         while True:
@@ -384,6 +423,17 @@ class Consumer:
         now = clock.now()
         moments = [_occurred_at(work) for work in (self._at_hand() if at_hand is None else at_hand)]
         return max(((now - moment).total_seconds() for moment in moments if moment is not None), default=0.0)
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do this as long as the block lasts."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def _occurred_at(work: Work) -> datetime | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection
@@ -62,6 +63,11 @@ class Home(Protocol):
     @property
     def takes_turns(self) -> bool:
         """Whether the database has one writer at a time."""
+        ...
+
+    @property
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        """What an effect waits for if relays use the only connection, too."""
         ...
 
     def unit_of_work(

@@ -211,8 +211,9 @@ class Processor:
         first = opened[0].work
         began = clock.current().monotonic()
         alone = caused_by(first.message.headers) if len(opened) == 1 else nullcontext()
-        with alone:  # what COMMIT itself brings about is caused by the message, too
-            admissions = await (self._commit(opened) if first.claim is None else self._redeem(opened[0]))
+        async with self._home.turn:
+            with alone:  # what COMMIT itself brings about is caused by the message, too
+                admissions = await (self._commit(opened) if first.claim is None else self._redeem(opened[0]))
         ended = clock.current().monotonic()
         processed, new, duplicates = Processed(), [], 0
         for found, admission in zip(opened, admissions, strict=True):

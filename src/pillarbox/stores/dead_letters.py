@@ -11,11 +11,11 @@ from ..inbox import DeadLetter
 from ..outbox import BUS, INBOUND, INBOX_DESTINATION, OUTBOUND, Status
 from ..transport import Message
 from .failures import decode_headers
-from .tables import consumers, deliveries, failures, routes
+from .tables import deliveries, failures, routes
 
 _OF_CONSUMERS = {
     INBOUND: routes.c.destination == INBOX_DESTINATION,
-    OUTBOUND: and_(routes.c.destination == BUS, routes.c.topic.in_(select(consumers.c.name))),
+    OUTBOUND: routes.c.destination == BUS,
 }
 """The routes that lead to consumers, by the tables of their deliveries."""
 

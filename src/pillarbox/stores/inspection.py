@@ -39,7 +39,7 @@ from sqlalchemy.types import TypeEngine
 
 from ..outbox import BUS, INBOX_DESTINATION, Direction, FailurePolicy, RouteRecord, Status, stable_hash
 from .columns import Utc, from_now
-from .tables import audit, claims, consumers, failures, outbox, requests, routes
+from .tables import audit, claims, failures, outbox, requests, routes
 from .tables import deliveries as tables
 
 TYPE_PATTERN = re.compile(r"(?:[a-z0-9_-]+|\*)(?:\.(?:[a-z0-9_-]+|\*))*|(?:[a-z0-9_-]+\.)*\*\*")
@@ -456,11 +456,7 @@ def conditions_for(wanted: Filter, view: View) -> list[ColumnElement[bool]]:
 
 def _routes_of(consumer: str) -> Select[tuple[str]]:
     """The names of the routes that lead to a consumer: what came in, and what it takes from the outbox itself."""
-    to_consumers = or_(
-        routes.c.destination == INBOX_DESTINATION,
-        and_(routes.c.destination == BUS, routes.c.topic.in_(select(consumers.c.name))),
-    )
-    found = select(routes.c.name).where(to_consumers)
+    found = select(routes.c.name).where(routes.c.destination.in_((BUS, INBOX_DESTINATION)))
     return found if consumer == ANY_CONSUMER else found.where(routes.c.topic == consumer)
 
 

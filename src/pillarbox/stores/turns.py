@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, NullPool, Pool, QueuePool, StaticPool
 from sqlalchemy.exc import DBAPIError
@@ -41,6 +42,15 @@ snapshot has kept thousands of dead rows in it, and would be kept until the next
 _PLANNED = "pillarbox_planned"
 
 
+def only_turn(engine: AsyncEngine) -> asyncio.Semaphore | None:
+    """The turn that all take on an in-memory SQLite, which has one connection; None elsewhere."""
+    pool = engine.sync_engine.pool
+    return _only.setdefault(pool, asyncio.Semaphore(1)) if isinstance(pool, StaticPool) else None
+
+
+_only: WeakKeyDictionary[Pool, asyncio.Semaphore] = WeakKeyDictionary()
+
+
 class Turns:
     """Whose turn it is, and with which connection."""
 
@@ -52,11 +62,10 @@ class Turns:
         self._engine = engine.execution_options(**level)
         # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
         self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
-        # An in-memory SQLite has one connection for everybody. Elsewhere more at a time would not be faster; but leases
-        # must not wait behind the lanes.
-        shared = isinstance(engine.sync_engine.pool, StaticPool)
-        self._turns = asyncio.Semaphore(1 if shared else AT_A_TIME)
-        self._lease_turns = self._turns if shared else asyncio.Semaphore(1)
+        # More at a time would not be faster; but leases must not wait behind the lanes.
+        only = only_turn(engine)
+        self._turns = only or asyncio.Semaphore(AT_A_TIME)
+        self._lease_turns = only or asyncio.Semaphore(1)
         self._spare: deque[tuple[Connection, float]] = deque()
         self._waiting = 0
         self._kept = 0

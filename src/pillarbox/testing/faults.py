@@ -1,14 +1,11 @@
 """Faults between a message and its acknowledgement, for tests of handlers.
 
-They are made where consumers and handlers get their messages, so they are the same for every source.
+They are made where consumers get their messages, so they are the same for every source.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 from uuid import UUID
 
 from ..consumers.failure import Failure
@@ -117,36 +114,6 @@ class FaultyProcessor(Processor):
             return
         raised = next((it for found, it in self._faulty.raised.items() if str(found) == _event_id(work)), None)
         self._failures.failed(self._consumer, _event_id(work), trouble.reason, raised)
-
-
-class FaultyHandler:
-    """A handler of the bus that is called again for events that it has handled: there is no inbox before it."""
-
-    def __init__(self, name: str, handler: Callable[[Any], Any], faults: Faults, failures: Failures) -> None:
-        self._name = name
-        self._handler = handler
-        self._faults = faults
-        self._failures = failures
-
-    async def handle(self, event: Any) -> None:
-        """Call it, as the bus would."""
-        event_id = str(getattr(event, "event_id", id(event)))
-        try:
-            await self._call(event)
-            for _ in range(self._faults.repeats()):
-                await self._call(event)
-        except Exception as error:
-            self._failures.failed(self._name, event_id, f"{type(error).__name__}: {error}", error)
-            raise
-        self._failures.settled(self._name, event_id)
-
-    async def _call(self, event: Any) -> None:
-        if inspect.iscoroutinefunction(self._handler):
-            await self._handler(event)
-            return
-        result = await asyncio.to_thread(self._handler, event)
-        if inspect.isawaitable(result):
-            await result
 
 
 def _event_id(work: Work) -> str:

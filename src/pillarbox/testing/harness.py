@@ -27,6 +27,7 @@ from ..app import Pillarbox
 from ..clock import Clock
 from ..consumers.consumer import Consumer
 from ..consumers.failure import Failure
+from ..consumers.report import Tally
 from ..consumers.window import Work
 from ..errors import ConfigurationError
 from ..event import capture, registry
@@ -84,9 +85,9 @@ class Drained:
     """What was done."""
 
     sent: int = 0
-    """Deliveries that brokers, handlers and consumers of the outbox have taken."""
+    """Deliveries that brokers and handlers have taken."""
     handled: int = 0
-    """Messages that took effect in consumers."""
+    """Messages that took effect in consumers and handlers."""
     duplicates: int = 0
     """Messages that consumers knew already."""
     spilled: int = 0
@@ -97,6 +98,10 @@ class Drained:
     def __add__(self, other: Drained) -> Drained:
         mine, theirs = vars(self), vars(other)
         return Drained(**{name: mine[name] + theirs[name] for name in mine})
+
+    def __sub__(self, other: Drained) -> Drained:
+        mine, theirs = vars(self), vars(other)
+        return Drained(**{name: mine[name] - theirs[name] for name in mine})
 
 
 class Harness:
@@ -197,9 +202,8 @@ class Harness:
         """Send what the outbox holds and deal with what arrives, and with all that comes of it, until nothing is left
         anywhere. Nothing waits for a back-off.
 
-        A handler that keeps failing fails the test by `HandlerFailedError`, unless ``strict`` is false. The events of a
-        consumer stay where they are, and the next drain tries again; those of a durable handler are dead after as many
-        attempts as their route allows. A broker that is away keeps what is on its way to it.
+        A handler that keeps failing fails the test by `HandlerFailedError`, unless ``strict`` is false. Its events stay
+        where they are, and the next drain tries again. A broker that is away keeps what is on its way to it.
         """
         await self.start()
         total, in_vain = Drained(), 0
@@ -223,16 +227,16 @@ class Harness:
         self._takeover.adopt()
         async with self.box.engine.begin() as connection:
             await connection.run_sync(_make_due)
-        handlers, self.box.handlers = self.box.handlers, self._takeover.handlers()
-        try:
-            counts = await self.box.relay().drain()
-        finally:
-            self.box.handlers = handlers
+        handlers = [*self.box.handlers.values()]
+        before = [_done(handler) for handler in handlers]
+        counts = await self.box.relay().drain()
         done = Drained(sent=counts.sent)
+        for handler, known in zip(handlers, before, strict=True):
+            done += _done(handler) - known
         for consumer in [*self.box.consumers.values()]:
             if consumer.effects.kinds:
                 with suppress(ConnectionError):  # its broker is away
-                    done += Drained(**_fields(await consumer.drain()))
+                    done += _drained(await consumer.drain())
         return done, counts.rejected
 
     async def deliver(
@@ -257,7 +261,7 @@ class Harness:
         return done
 
     async def _deal(self, consumer: Consumer, message: Message) -> Drained:
-        before = replace(consumer._report.tally)
+        before = _done(consumer)
         await consumer.register()
         work = Work(message)
         for _ in range(ATTEMPTS):
@@ -268,13 +272,12 @@ class Harness:
                 await consumer._intakes[-1].drain(0.0)
             if refused or processed.settled:
                 break
-        after = _fields(consumer._report.tally)
-        return Drained(**{name: after[name] - count for name, count in _fields(before).items()})
+        return _done(consumer) - before
 
     def _wanting(self, event: object, consumer: str | Consumer | None) -> list[Consumer]:
         if isinstance(consumer, Consumer):
             return [consumer]
-        known = self.box.consumers
+        known = self._takeover.consumers
         if consumer is not None:
             if consumer not in known:
                 names = ", ".join(sorted(known)) or "none"
@@ -375,7 +378,7 @@ class Harness:
     # -- disturbing ----------------------------------------------------------------------------------------------------
 
     def duplicate(self, times: int = 1) -> None:
-        """From now on, everything comes so many times more to consumers and handlers; 0 ends that."""
+        """From now on, everything comes so many times more to consumers; 0 ends that."""
         self._faults.copies = times
 
     def reorder(self, seed: int = 0, *, within_keys: bool = False) -> None:
@@ -431,5 +434,10 @@ def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:
     return Route(name, to="test", topic=topic).topic_for(tenant, default_aggregate_type(name))
 
 
-def _fields(tally: Any) -> dict[str, int]:
-    return {name: getattr(tally, name) for name in ("handled", "duplicates", "spilled", "failures")}
+def _done(consumer: Consumer) -> Drained:
+    """What a consumer has done so far."""
+    return _drained(consumer._report.tally)
+
+
+def _drained(tally: Tally) -> Drained:
+    return Drained(handled=tally.handled, duplicates=tally.duplicates, spilled=tally.spilled, failures=tally.failures)

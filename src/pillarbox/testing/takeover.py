@@ -19,7 +19,7 @@ from ..consumers.hands import Hands
 from ..errors import ConfigurationError
 from ..retry import RetryPolicy
 from ..transports.memory import MemoryTransport
-from .faults import Failures, Faults, FaultyEffects, FaultyHandler, FaultyProcessor
+from .faults import Failures, Faults, FaultyEffects, FaultyProcessor
 
 AT_ONCE = RetryPolicy(base=0.001, cap=0.001)
 """No test waits for a back-off."""
@@ -49,21 +49,19 @@ class Takeover:
         if make_url(url).get_backend_name() != "postgresql":
             box._row_security = box.tenancy._row_security = False  # nobody else has that
         given, box.transports = box.transports, {**self.brokers}
-        for consumer in box.consumers.values():
+        for consumer in self.consumers.values():
             self._adopt(consumer, given)
+
+    @property
+    def consumers(self) -> dict[str, Consumer]:
+        """Those of the box, its durable handlers among them."""
+        return self.box.consumers | self.box.handlers
 
     def adopt(self) -> None:
         """Include the consumers that were made since."""
-        for name, consumer in self.box.consumers.items():
+        for name, consumer in self.consumers.items():
             if name not in self.processors:
                 self._adopt(consumer, self.box.transports)
-
-    def handlers(self) -> dict[str, Any]:
-        """The durable handlers of the box, with faults."""
-        return {
-            name: FaultyHandler(name, handler, self._faults, self._failures).handle
-            for name, handler in self.box.handlers.items()
-        }
 
     def end(self) -> None:
         """Put everything back. The box must have been stopped."""

@@ -12,9 +12,11 @@ from sqlalchemy import create_engine, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from pillarbox import Event, Pillarbox
+from pillarbox import Event, MessageContext, Pillarbox, Reject, UnitOfWork
 from pillarbox.context import current_context
 from pillarbox.errors import ConfigurationError, SessionError
+from pillarbox.leased_lane import LeasedLane
+from pillarbox.stores.inbox import ConsumerRecord, consumers
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import FreshDatabase
 from tests.domain import (
@@ -174,10 +176,10 @@ class TestAfterTheCommit:
             """Is not there any more."""
 
         await place(box)
-        del box.handlers["moved elsewhere"]
+        gone = box.handlers.pop("moved elsewhere")
         await box.relay().drain()
         assert dict(await written(box.engine, "topic", "status"))["moved elsewhere"] == "PENDING"
-        box.handlers["moved elsewhere"] = handle
+        box.handlers["moved elsewhere"] = gone
         assert (await box.relay().drain()).sent == 1
 
     async def test_a_running_relay_calls_handlers_at_once(self, sqlite_box: Pillarbox) -> None:
@@ -204,6 +206,161 @@ class TestAfterTheCommit:
     async def test_subscribing_to_nothing_is_refused(self, sqlite_box: Pillarbox) -> None:
         with pytest.raises(ConfigurationError, match="at least one event type"):
             sqlite_box.subscribe()
+
+    async def test_h34_what_it_does_in_its_unit_of_work_takes_effect_once(
+        self, box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[Event] = []
+
+        @box.subscribe(OrderPlaced, name="gifts")
+        async def add_line(event: OrderPlaced, uow: UnitOfWork, context: MessageContext) -> None:
+            assert (context.consumer, context.tenant) == ("gifts", "acme")
+            calls.append(event)
+            uow.add(Line(order_id=event.order_id, article="gift"))
+
+        await place(box, tenant="acme")
+        with monkeypatch.context() as patch:  # the process dies after the effect, before it is noted
+            patch.setattr(LeasedLane, "settle", _die)
+            await box.relay(lease=0.2).drain()
+        assert dict(await written(box.engine, "topic", "status"))["gifts"] == "SENDING"
+        assert (await box.relay().drain()).sent == 2  # it comes again, as to the broker
+        assert await _count(box.engine, Line) == len(calls) == 1
+        assert box.handlers["gifts"]._report.tally.duplicates == 1
+
+    async def test_h43_one_that_is_refused_is_a_dead_letter_and_its_key_goes_on(self, box: Pillarbox) -> None:
+        seen: list[int] = []
+
+        @box.subscribe(OrderRepriced, name="prices")
+        async def see(event: OrderRepriced) -> None:
+            if event.total_cents == 1:
+                raise Reject("too cheap")
+            seen.append(event.total_cents)
+
+        await place(box)
+        async with box.unit_of_work() as uow:
+            for cents in (1, 2):
+                uow.publish(OrderRepriced(order_id=uuid4(), total_cents=cents), key="k")
+        await box.relay().drain()
+        assert seen == [2]
+        [letter] = [letter async for letter in box.dead_letters(consumer="prices")]
+        assert (letter.reason, letter.attempts) == ("too cheap", 1)
+
+    async def test_what_fails_for_now_is_retried_without_an_attempt(self, box: Pillarbox) -> None:
+        away = True
+
+        @box.subscribe(OrderPlaced, name="mails")
+        async def send(_event: OrderPlaced) -> None:
+            if away:
+                raise ConnectionError("no mail server")
+
+        await place(box)
+        await box.relay().drain()
+        assert ("mails", "RETRYING", 0) in await written(box.engine, "topic", "status", "attempts")
+        away = False
+        await make_due(box.engine)
+        assert (await box.relay().drain()).sent == 1
+
+    async def test_a_drain_waits_for_one_that_takes_long(
+        self, sqlite_box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pillarbox.consumers.lanes.SLOW", 0.01)
+        done: list[Event] = []
+
+        @sqlite_box.subscribe(OrderPlaced)
+        async def dawdle(event: OrderPlaced) -> None:
+            await asyncio.sleep(0.05)
+            done.append(event)
+
+        await place(sqlite_box)
+        await sqlite_box.relay().drain()
+        assert len(done) == 1
+
+    async def test_a_relay_may_start_before_the_tables_are_made(self, sqlite_database: Database) -> None:
+        engine = create_async_engine(f"{sqlite_database.url()}.new")
+        called = asyncio.Event()
+        async with order_box(engine) as box:
+
+            @box.subscribe(OrderPlaced, name="early")
+            async def handle(_event: OrderPlaced) -> None:
+                called.set()
+
+            async with running(box.relay()), asyncio.timeout(20):
+                await asyncio.sleep(0)
+                await set_up(box)
+                await place(box)
+                await called.wait()
+                while not (found := await _consumers(box)):  # noqa: ASYNC110  nobody rings
+                    await asyncio.sleep(0.01)
+        assert [it.name for it in found] == ["early"]
+        await engine.dispose()
+
+    @pytest.mark.parametrize("drained", [True, False])
+    async def test_it_is_listed_with_what_it_has_handled(self, box: Pillarbox, *, drained: bool) -> None:
+        called = asyncio.Event()
+
+        @box.subscribe(OrderPlaced, name="count")
+        def count(_event: OrderPlaced) -> None:
+            loop.call_soon_threadsafe(called.set)
+
+        loop = asyncio.get_running_loop()
+        await place(box)
+        if drained:
+            await box.relay().drain()
+        else:
+            async with running(box.relay()), asyncio.timeout(10):
+                await called.wait()
+        [found] = await _consumers(box)
+        assert (found.name, found.kind, found.source, found.handled) == ("count", "handlers", "outbox", 1)
+        assert not box.handlers["count"].alive
+        assert not box.consumers
+
+    async def test_several_relays_of_a_box_share_its_handlers(self, box: Pillarbox) -> None:
+        seen: list[Event] = []
+        all_of_them = asyncio.Event()
+
+        @box.subscribe(OrderPlaced)
+        async def remember(event: OrderPlaced) -> None:
+            seen.append(event)
+            if len(seen) == 40:
+                all_of_them.set()
+
+        async with running(box.relay(), box.relay()):
+            for _ in range(40):
+                await place(box)
+            await box.relay().drain()
+            async with asyncio.timeout(20):
+                await all_of_them.wait()
+        assert (await box.relay().drain()).sent == 0
+        assert len({event.event_id for event in seen}) == len(seen) == 40
+
+    async def test_handlers_work_on_a_sqlite_in_memory(self) -> None:
+        engine = create_async_engine("sqlite+aiosqlite://")
+        async with order_box(engine) as box:
+            await set_up(box)
+
+            @box.subscribe(OrderPlaced)
+            async def reprice(event: OrderPlaced, session: AsyncSession) -> None:
+                (await session.get_one(Order, event.order_id)).reprice(7)
+
+            @box.subscribe(OrderPlaced)
+            async def add_line(event: OrderPlaced) -> None:
+                async with box.unit_of_work() as uow:
+                    uow.add(Line(order_id=event.order_id, article="gift"))
+
+            for _ in range(20):
+                await place(box)
+            assert (await box.relay().drain()).sent == 20 * 4
+            assert await _count(engine, Line) == 20
+        await engine.dispose()
+
+
+async def _consumers(box: Pillarbox) -> list[ConsumerRecord]:
+    async with box.engine.connect() as connection:
+        return await connection.run_sync(consumers)
+
+
+async def _die(_lane: LeasedLane) -> None:
+    raise ConnectionError("the process has died")
 
 
 class TestBeforeTheCommit:
