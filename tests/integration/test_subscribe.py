@@ -31,7 +31,7 @@ from tests.domain import (
     set_up,
     written,
 )
-from tests.relays import running
+from tests.relays import running, until
 from tests.servers import Database
 
 
@@ -221,7 +221,7 @@ class TestAfterTheCommit:
         await place(box, tenant="acme")
         with monkeypatch.context() as patch:  # the process dies after the effect, before it is noted
             patch.setattr(LeasedLane, "settle", _die)
-            await box.relay(lease=0.2).drain()
+            await box.relay().run_once()
         assert dict(await written(box.engine, "topic", "status"))["gifts"] == "SENDING"
         assert (await box.relay().drain()).sent == 2  # it comes again, as to the broker
         assert await _count(box.engine, Line) == len(calls) == 1
@@ -274,6 +274,34 @@ class TestAfterTheCommit:
         await place(sqlite_box)
         await sqlite_box.relay().drain()
         assert len(done) == 1
+
+    async def test_a_relay_that_stops_lets_it_finish(self, box: Pillarbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pillarbox.consumers.lanes.SLOW", 0.01)
+        begun, go = asyncio.Event(), asyncio.Event()
+        calls: list[Event] = []
+
+        @box.subscribe(OrderPlaced, name="slow")
+        async def dawdle(event: OrderPlaced, uow: UnitOfWork) -> None:
+            calls.append(event)
+            begun.set()
+            await go.wait()
+            uow.add(Line(order_id=event.order_id, article="gift"))
+
+        await place(box)
+        relay = box.relay()
+        task = asyncio.ensure_future(relay.run())
+        async with asyncio.timeout(20):
+            await begun.wait()
+            while dict(await written(box.engine, "topic", "status"))["slow"] != "RETRYING":  # noqa: ASYNC110  nobody rings
+                await asyncio.sleep(0.01)  # the lane does not wait for it
+            relay.stop()
+            await until(lambda: not relay.status()["lanes"])
+            go.set()
+            await task
+        assert await _count(box.engine, Line) == 1
+        await make_due(box.engine)
+        await box.relay().drain()
+        assert (len(calls), box.handlers["slow"]._report.tally.duplicates) == (1, 1)
 
     async def test_a_relay_may_start_before_the_tables_are_made(self, sqlite_database: Database) -> None:
         engine = create_async_engine(f"{sqlite_database.url()}.new")

@@ -476,6 +476,7 @@ class ConsumerWorld(Course):
             progress=progress,
             hands=hands,
             batch=self._flow.batch,
+            grace=self._flow.grace,
             retry=self._retry,
             dead_letters=DeadLetterRoute.of(NAME, SOURCE, home.as_home),
         )

@@ -44,6 +44,7 @@ def destination_for(slow: Slow, concurrency: int = 1) -> LaneDestination:
         progress=Progress(300.0),
         hands=Hands(concurrency),
         batch=1,
+        grace=10.0,
         retry=RetryPolicy(),
         dead_letters=None,
     )
@@ -58,7 +59,7 @@ async def test_what_is_still_being_handled_is_put_off(concurrency: int, monkeypa
     outcome = await destination.send("lane", messages)
     assert {each.index: each.retry_after for each in outcome.rejected} == {0: 0.01, 1: 0.01}
     slow.may_end.set()
-    await destination.close()
+    await destination.finish()
     assert [*(await destination.send("lane", messages)).accepted] == [0, 1]
 
 

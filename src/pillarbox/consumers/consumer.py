@@ -142,6 +142,7 @@ class Consumer:
             progress=self._progress,
             hands=self._hands,
             batch=self._flow.batch,
+            grace=self._flow.grace,
             retry=retry,
             dead_letters=self._dead_letters,
         )
@@ -220,6 +221,7 @@ class Consumer:
             self._relays -= 1
             if not self._relays:
                 try:
+                    await self.destination.finish()
                     await self._note()
                 finally:
                     self._end()

@@ -84,6 +84,7 @@ class LaneIntake:
                 await self._relay.run()
         finally:
             self._relay, self._stopping = None, False
+            await self._destination.finish()
 
     async def drain(self, idle: float) -> bool:  # noqa: ARG002  the database knows when there is no more
         """Whether anything was settled."""
@@ -109,6 +110,7 @@ class LaneDestination:
         progress: Progress,
         hands: Hands,
         batch: int,
+        grace: float,
         retry: RetryPolicy,
         dead_letters: DeadLetterRoute | None,
     ) -> None:
@@ -118,10 +120,11 @@ class LaneDestination:
         self._progress = progress
         self._hands = hands
         self._batch = batch
+        self._grace = grace
         self._retry = retry
         self._dead_letters = dead_letters
-        self._at_work: dict[asyncio.Task[Any], tuple[str, Sequence[Work]]] = {}
-        """The lane of each, and what is being handled."""
+        self._at_work: dict[asyncio.Task[Any], Sequence[Work]] = {}
+        """What is being handled."""
         self._tries: dict[Line, int] = {}
         """How often the first message of each line has failed for now."""
         self._ended: dict[Hashable, Trouble] = {}
@@ -131,7 +134,7 @@ class LaneDestination:
 
     def at_hand(self) -> list[Work]:
         """What is being handled."""
-        return [work for _, works in [*self._at_work.values()] for work in works]
+        return [work for works in [*self._at_work.values()] for work in works]
 
     @contextmanager
     def draining(self) -> Iterator[None]:
@@ -159,7 +162,7 @@ class LaneDestination:
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:  # noqa: ARG002  nothing to open
         return {}
 
-    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  lines are what counts
         """Handle them, different lines or tenants beside each other, and say what is left. What takes long is not
         waited for: it goes on, its key waits, and when it is offered again the inbox knows what became of it.
         """
@@ -167,7 +170,7 @@ class LaneDestination:
         await self._refuse(self._unreadable(answers), answers)
         busy = {work.line for work in self.at_hand()}
         chains = {
-            asyncio.ensure_future(self._handle(producer, units, answers, busy)): units
+            asyncio.ensure_future(self._handle(units, answers, busy)): units
             for units in _chains(answers.works, self._batch)
         }
         slow = SLOW if self._batch == 1 else SLOW_BATCH
@@ -188,9 +191,7 @@ class LaneDestination:
             task.result()  # an error here is ours, and no handler's
         return answers.outcome()
 
-    async def _handle(
-        self, producer: str, units: Sequence[Sequence[Work]], answers: _Answers, busy: Collection[Line]
-    ) -> None:
+    async def _handle(self, units: Sequence[Sequence[Work]], answers: _Answers, busy: Collection[Line]) -> None:
         """Handle units one after the other, each in a transaction."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         for unit in units:
@@ -210,7 +211,7 @@ class LaneDestination:
             async with self._hands.one(tenant):
                 if answers.closed:
                     return
-                self._at_work[task] = producer, free
+                self._at_work[task] = free
                 if self._due is not None:
                     for work in free:
                         self._due.pop(work.line, None)
@@ -298,12 +299,23 @@ class LaneDestination:
         return wait
 
     async def close(self, producer: str | None = None) -> None:
-        """End what is still being handled for this lane, or for all: it comes again."""
-        tasks = [task for task, (lane, _) in self._at_work.items() if producer in (None, lane)]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """What is being handled goes on: who has its lane next finds in the inbox what became of it."""
+
+    async def finish(self) -> None:
+        """Let what is being handled end within our grace, or at once if we are cancelled. The rest is undone, and comes
+        again.
+        """
+        late = {*self._at_work}
+        ours = asyncio.current_task()
+        grace = 0.0 if ours is not None and ours.cancelling() else self._grace
+        try:
+            if late:
+                _, late = await asyncio.wait(late, timeout=grace)
+        finally:
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
 
 
 class _Answers:
