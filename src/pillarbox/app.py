@@ -37,9 +37,9 @@ from .event import EventType, registry
 from .gauges import Gauges
 from .inbox import DeadLetter
 from .outbox import (
-    BUS,
     INBOUND,
     INBOX_DESTINATION,
+    LOCAL,
     OUTBOUND,
     SHARDS,
     TABLES,
@@ -141,7 +141,7 @@ class Pillarbox:
         self.router = Router(
             routes,
             self.codecs.named,
-            {**capabilities, BUS: Capabilities(), INBOX_DESTINATION: Capabilities()},
+            {**capabilities, LOCAL: Capabilities(), INBOX_DESTINATION: Capabilities()},
             shards or SHARDS,
         )
         self.doorbell = Doorbell()
@@ -541,7 +541,7 @@ class Pillarbox:
                 "to share: use a file"
             )
         pacing = Pacing(grace=grace)
-        served = f"{INBOX_DESTINATION if inbound else BUS}:{consumer}"
+        served = f"{INBOX_DESTINATION if inbound else LOCAL}:{consumer}"
         table = INBOUND if inbound else OUTBOUND
         return self._relay({served: destination}, f"{consumer}@{relay_name()}", pacing=pacing, table=table)
 
@@ -571,7 +571,7 @@ class Pillarbox:
         """
         handlers = [*self.handlers.values()]
         return self._relay(
-            {**self.transports, **{f"{BUS}:{each.name}": each.destination for each in handlers}},
+            {**self.transports, **{f"{LOCAL}:{each.name}": each.destination for each in handlers}},
             name or relay_name(),
             consumers=handlers,
             pacing=Pacing(lease=lease, batch=batch, window_bytes=window_bytes, grace=grace),

@@ -26,8 +26,8 @@ from .errors import BatchMismatchError, RouteError, StoreError
 from .retry import RetryPolicy
 
 SHARDS = 16
-BUS = "local"
-"""The destination of handlers that run in this process."""
+LOCAL = "local"
+"""The destination of consumers of the outbox itself, and of handlers."""
 INBOX_DESTINATION = "inbound"
 """The destination of messages that came in and wait for their consumer."""
 OUTBOUND = "pillarbox_outbox"
@@ -105,7 +105,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
     @property
     def needs(self) -> str:
         """What a relay must have in order to serve it: a transport, a handler, or a consumer."""
-        named = self.destination in (BUS, INBOX_DESTINATION)
+        named = self.destination in (LOCAL, INBOX_DESTINATION)
         return f"{self.destination}:{self.topic}" if named else self.destination
 
     @property

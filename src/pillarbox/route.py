@@ -21,7 +21,7 @@ from .codec import Codec, Content
 from .context import NO_CONTEXT, check_header
 from .errors import ConfigurationError, HeaderError, PayloadTooLargeError, RouteError, TenancyError
 from .event import EventType, Raised, registry
-from .outbox import BUS, INBOX_DESTINATION, Delivery, FailurePolicy, RouteRecord, shard_of
+from .outbox import INBOX_DESTINATION, LOCAL, Delivery, FailurePolicy, RouteRecord, shard_of
 from .payload import Plain
 from .retry import RetryPolicy
 from .transport import Capabilities
@@ -148,8 +148,8 @@ class Route:
 def check_routes(routes: Sequence[Route], transports: Iterable[str]) -> None:
     """Refuse routes that cannot work together; the message names both."""
     known = set(transports)
-    if BUS in known:
-        raise RouteError(f"{BUS!r} is the name of the handlers in this process; call the transport something else")
+    if LOCAL in known:
+        raise RouteError(f"{LOCAL!r} is the name of the handlers in this process; call the transport something else")
     for route in routes:
         if route.to not in known:
             raise RouteError(
@@ -276,7 +276,7 @@ class Router:
             routes[:] = [route for route in routes if route.topic != consumer]
         names = sorted({kind.name for kind in kinds})
         route = Route(
-            *names, to=BUS, topic=consumer, name=f"{BUS}:{consumer}", retry=retry, on_failure=FailurePolicy.SKIP
+            *names, to=LOCAL, topic=consumer, name=f"{LOCAL}:{consumer}", retry=retry, on_failure=FailurePolicy.SKIP
         )
         self._handlers[consumer] = route
         for name in names:

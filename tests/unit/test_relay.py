@@ -19,7 +19,7 @@ import pytest
 from pillarbox import clock
 from pillarbox.doorbell import Doorbell
 from pillarbox.errors import ConfigurationError
-from pillarbox.outbox import BUS, Batch, Census, Delivery, LaneName, RouteRecord, Status, shard_of
+from pillarbox.outbox import LOCAL, Batch, Census, Delivery, LaneName, RouteRecord, Status, shard_of
 from pillarbox.relay import Pacing, Relay, fair_share, open_ground
 from pillarbox.telemetry import Sample
 from pillarbox.transport import Capabilities, Outcome
@@ -375,7 +375,7 @@ class TestLeases:
     async def test_h114_it_serves_what_the_table_says_and_only_what_it_can_send_to(self) -> None:
         world = World()
         unknown = RouteRecord("invoices", "another broker", "invoices")
-        handler = RouteRecord("handler", BUS, "shop.remember")
+        handler = RouteRecord("handler", LOCAL, "shop.remember")
         world.store.register(None, [unknown, handler])
         async with running(world.relay()):
             await until(lambda: owners(world) == {"r1": 1})

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 from ..app import Pillarbox
 from ..consumers.home import OUTBOX
 from ..errors import NotMigratedError, StoreError
-from ..outbox import BUS, INBOX_DESTINATION, TABLES, Status
+from ..outbox import INBOX_DESTINATION, LOCAL, TABLES, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
@@ -289,7 +289,7 @@ def _backlog(groups: list[Group]) -> Iterator[Check]:
 def _failures(connection: Connection, groups: list[Group]) -> Iterator[Check]:
     """Those of consumers are dead letters, which are counted by themselves."""
     names = [consumer.name for consumer in registered(connection)]
-    of_consumers = {f"{kind}:{name}" for kind in ("consumer", BUS) for name in names}
+    of_consumers = {f"{kind}:{name}" for kind in ("consumer", LOCAL) for name in names}
     failed = [it for it in groups if it.status in (Status.FAILED, Status.PARKED) and it.route not in of_consumers]
     for group in failed:
         state = State.PROBLEM if group.status is Status.FAILED else State.WARNING
@@ -342,7 +342,7 @@ def _consumers(connection: Connection) -> Iterator[Check]:
             what = f"{consumer.name} {what} {age(waited)} ago"
             if tenants:
                 what += f", and {number(sum(tenants.values()), 'message')} that came in wait for it"
-            start = start_a_relay(BUS if consumer.source == OUTBOX else INBOX_DESTINATION, consumer.name)
+            start = start_a_relay(LOCAL if consumer.source == OUTBOX else INBOX_DESTINATION, consumer.name)
             remedy = f"{start}; or `pillarbox consumers forget {quote(consumer.name)}`"
             yield Check("consumers", State.WARNING, what, remedy)
         yield from _waiting(consumer.name, tenants)

@@ -18,7 +18,7 @@ import click
 from sqlalchemy import Connection
 
 from .. import clock
-from ..outbox import BUS, INBOX_DESTINATION, RouteRecord, Status
+from ..outbox import INBOX_DESTINATION, LOCAL, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import BUG, STUMBLED
 from ..stores import inbox as stored
@@ -93,7 +93,7 @@ def handled(connection: Connection, event_id: UUID, here: Set[str | None]) -> li
     return [
         (f"consumer:{it.consumer}", it.at, f"consumer {it.consumer} has dealt with it; it came in at {when(it.at)}")
         for it in stored.dealt_with(connection, event_id)
-        if here.isdisjoint((f"consumer:{it.consumer}", f"{BUS}:{it.consumer}"))
+        if here.isdisjoint((f"consumer:{it.consumer}", f"{LOCAL}:{it.consumer}"))
     ]
 
 
@@ -163,7 +163,7 @@ class _Case:
 def _needs(destination: str, topic: str) -> str:
     if destination == INBOX_DESTINATION:
         return f"the consumer {topic!r}"
-    return f"the handler {topic!r}" if destination == BUS else f"the destination {destination!r}"
+    return f"the handler {topic!r}" if destination == LOCAL else f"the destination {destination!r}"
 
 
 def start_a_relay(destination: str, topic: str) -> str:
@@ -171,7 +171,7 @@ def start_a_relay(destination: str, topic: str) -> str:
     if destination == INBOX_DESTINATION:
         return f"start the consumer: `pillarbox consume MODULE:BOX {quote(topic)}`"
     said = f"start a relay that has {_needs(destination, topic)}: `pillarbox relay"
-    if destination != BUS:
+    if destination != LOCAL:
         return f"{said}`"
     return f"{said} MODULE:BOX` with the module that has it, or `pillarbox consume MODULE:BOX` if it is a consumer"
 

@@ -26,7 +26,7 @@ from .. import clock, telemetry
 from ..codec import parse_moment
 from ..errors import ConfigurationError
 from ..inbox import Inbox, consumer_id
-from ..outbox import BUS, stable_hash
+from ..outbox import LOCAL, stable_hash
 from ..redaction import redacted
 from ..retry import RetryPolicy
 from ..stores import inbox as stored
@@ -148,7 +148,7 @@ class Consumer:
         )
         inbound = self._spiller is not None
         relay = partial(self._home.relay_to, self.name, grace=self._flow.grace, inbound=inbound)
-        route = f"consumer:{self.name}" if inbound else f"{BUS}:{self.name}"
+        route = f"consumer:{self.name}" if inbound else f"{LOCAL}:{self.name}"
         make_due = partial(self._home.apart, retry_now, stable_hash(route))
         intakes: list[Intake] = [LaneIntake(self.destination, relay, make_due)]
         if subscriber is not None and self._spiller is not None:

@@ -37,7 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..consumers.home import OUTBOX
 from ..errors import ConfigurationError, StoreError
-from ..outbox import BUS, Status
+from ..outbox import LOCAL, Status
 from ..route import topic_pattern
 from ..stores import archive_file, sqlite
 from ..stores.archive_file import Archived
@@ -81,7 +81,7 @@ class Feed(NamedTuple):
 def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str], names: Sequence[str]) -> Feed:
     """The feed of a consumer: the route that bears its name, or those that lead to its source."""
     if source == OUTBOX:
-        fits = and_(routes.c.destination == BUS, routes.c.topic == name)
+        fits = and_(routes.c.destination == LOCAL, routes.c.topic == name)
     else:
         fits = routes.c.destination == source
     found = tuple(connection.scalars(select(routes.c.id).where(fits)))

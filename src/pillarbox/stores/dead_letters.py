@@ -8,14 +8,14 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Text, and_, cast, func, or_, select
 
 from ..inbox import DeadLetter
-from ..outbox import BUS, INBOUND, INBOX_DESTINATION, OUTBOUND, Status
+from ..outbox import INBOUND, INBOX_DESTINATION, LOCAL, OUTBOUND, Status
 from ..transport import Message
 from .failures import decode_headers
 from .tables import deliveries, failures, routes
 
 _OF_CONSUMERS = {
     INBOUND: routes.c.destination == INBOX_DESTINATION,
-    OUTBOUND: routes.c.destination == BUS,
+    OUTBOUND: routes.c.destination == LOCAL,
 }
 """The routes that lead to consumers, by the tables of their deliveries."""
 

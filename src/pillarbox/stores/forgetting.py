@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, TextClause, and_, delete, func
 
 from ..errors import StoreError
 from ..inbox import consumer_id
-from ..outbox import BUS, INBOX_DESTINATION, OUTBOUND, RouteRecord, Status, stable_hash
+from ..outbox import INBOX_DESTINATION, LOCAL, OUTBOUND, RouteRecord, Status, stable_hash
 from . import inbox as stored
 from .append import route_record
 from .inbox import ConsumerRecord
@@ -91,7 +91,7 @@ def _remains(connection: Connection, name: str) -> Remains:
     found = {each.name: each for each in stored.consumers(connection)}
     if name not in found:
         raise StoreError(f"there is no consumer {name!r}: see `pillarbox consumers list`")
-    leading = select(routes).where(routes.c.destination.in_((INBOX_DESTINATION, BUS)), routes.c.topic == name)
+    leading = select(routes).where(routes.c.destination.in_((INBOX_DESTINATION, LOCAL)), routes.c.topic == name)
     to_it = [route_record(row._mapping) for row in connection.execute(leading)]
     to_it = [route for route in to_it if route.topic == name]  # some databases compare text by its meaning
     copies = route_named(connection, f"dlq:{name}")

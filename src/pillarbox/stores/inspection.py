@@ -37,7 +37,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from ..outbox import BUS, INBOX_DESTINATION, Direction, FailurePolicy, RouteRecord, Status, stable_hash
+from ..outbox import INBOX_DESTINATION, LOCAL, Direction, FailurePolicy, RouteRecord, Status, stable_hash
 from .columns import Utc, from_now
 from .tables import audit, claims, failures, outbox, requests, routes
 from .tables import deliveries as tables
@@ -456,7 +456,7 @@ def conditions_for(wanted: Filter, view: View) -> list[ColumnElement[bool]]:
 
 def _routes_of(consumer: str) -> Select[tuple[str]]:
     """The names of the routes that lead to a consumer: what came in, and what it takes from the outbox itself."""
-    found = select(routes.c.name).where(routes.c.destination.in_((BUS, INBOX_DESTINATION)))
+    found = select(routes.c.name).where(routes.c.destination.in_((LOCAL, INBOX_DESTINATION)))
     return found if consumer == ANY_CONSUMER else found.where(routes.c.topic == consumer)
 
 
