@@ -12,7 +12,7 @@ messages are spilled behind it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -88,11 +88,11 @@ class Inbox(Protocol):
         arrivals: Sequence[Arrival],
         *,
         claims: int = 0,
-        lines: Collection[int] = (),
+        lines: Callable[[], Collection[int]] = tuple,
     ) -> Admitted:
         """Write the rows of all that are new, and say of each what it is, in their order. Waits for transactions that
         are just writing the same rows. The second of two arrivals with one id is never new. Of these ``lines``, say
-        which are gated for the consumer that ``claims`` names.
+        which are gated for the consumer that ``claims`` names; they are only asked for if any line may be.
         """
         ...
 

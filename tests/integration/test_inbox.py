@@ -162,7 +162,7 @@ class TestAdmission:
             assert SqlInbox().prune(connection, 1, timedelta(days=1), 10) == 0
             spilled = spill(arrival(), line=7, refused="Käy ")
             SqlInbox().spill(connection, 1, None, [spilled])
-            assert [*SqlInbox().admit(connection, 1, None, arrivals(1), claims=1, lines=[6, 7]).gated] == [7]
+            assert [*SqlInbox().admit(connection, 1, None, arrivals(1), claims=1, lines=lambda: [6, 7]).gated] == [7]
             assert SqlInbox().redeem(connection, 1, spilled.claim) == (True, "Käy ")
             assert SqlInbox().redeem(connection, 1, spilled.claim) == (False, None)
         engine.dispose()

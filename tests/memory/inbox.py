@@ -36,8 +36,8 @@ class MemoryTransaction:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.gated: Collection[int] | None = None
-        """Which lines were gated when its statement began, while that waits for another transaction."""
+        self.has_gates: bool | None = None
+        """Whether any line was gated when its statement began, while that waits for another transaction."""
         self._undo: list[Callable[[], None]] = []
         self._release: list[Callable[[], None]] = []
         self._waiting: list[Callable[[], object]] = []
@@ -153,19 +153,19 @@ class MemoryInbox:
         arrivals: Sequence[Arrival],
         *,
         claims: int = 0,
-        lines: Collection[int] = (),
+        lines: Callable[[], Collection[int]] = tuple,
     ) -> Admitted:
-        before = None if connection is None else connection.gated
-        gated = self._gated(connection, claims, lines) if before is None else before
+        before = None if connection is None else connection.has_gates
+        has_gates = self._has_gates(connection, claims) if before is None else before
         if connection is not None:
-            connection.gated = gated
+            connection.has_gates = has_gates
         found: dict[UUID, Seen] = {}
         for arrival in arrivals:
             row = self.table.hold(connection, (consumer, tenant or "", arrival.event_id))
             if row is not None:
                 found[arrival.event_id] = row[0]
         if connection is not None:
-            connection.gated = None
+            connection.has_gates = None
         answers = admissions(found, arrivals)
         now = clock.now()
         for arrival, answer in zip(arrivals, answers, strict=True):
@@ -173,7 +173,10 @@ class MemoryInbox:
                 row = (arrival.schema_version, arrival.digest), now
                 self.table.write(connection, (consumer, tenant or "", arrival.event_id), row)
         # A statement sees what was committed when it began: after a refusal, another one is needed.
-        return Admitted(answers, self._gated(connection, claims, lines) if found else gated)
+        return Admitted(answers, self._gated(connection, claims, lines()) if found or has_gates else ())
+
+    def _has_gates(self, connection: MemoryTransaction | None, claims: int) -> bool:
+        return any(of == claims and spill.gate for (of, _), spill in self.claims.seen(connection))
 
     def _gated(self, connection: MemoryTransaction | None, claims: int, lines: Collection[int]) -> Collection[int]:
         seen = self.claims.seen(connection) if lines else ()

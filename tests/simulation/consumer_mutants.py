@@ -290,9 +290,10 @@ def _fresh_messages_that_do_not_wait_behind_a_claim(patch: pytest.MonkeyPatch) -
 
 @mutant("C5 order", seed=34, ordered=True, batch=8, focus=("commit", ["late", "slow", "slow"]))
 def _gate_not_asked_again_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
-    def admit(self: MemoryInbox, connection: Any, *arguments: Any, claims: int = 0, lines: Any = ()) -> Any:
-        gated = self._gated(connection, claims, lines) if connection.gated is None else connection.gated
-        return original(self, connection, *arguments, claims=claims, lines=lines)._replace(gated=gated)
+    def admit(self: MemoryInbox, connection: Any, *arguments: Any, claims: int = 0, **lines: Any) -> Any:
+        had_gates = self._has_gates(connection, claims) if connection.has_gates is None else connection.has_gates
+        admitted = original(self, connection, *arguments, claims=claims, **lines)
+        return admitted if had_gates else admitted._replace(gated=())
 
     original = MemoryInbox.admit
     patch.setattr(MemoryInbox, "admit", admit)

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
@@ -81,13 +82,12 @@ class Processed:
         self.away = self.away or other.away
 
 
-class _Readable(NamedTuple):
+class _Readable(msgspec.Struct, gc=False):
     """A message with an event in it that is wanted."""
 
     work: Work
     arrival: Arrival
     incoming: Incoming
-    line: int
 
 
 class _GatedError(Exception):
@@ -245,7 +245,7 @@ class Processor:
                 behind = [
                     place
                     for place, found in enumerate(opened)
-                    if found.line in gated and admissions[place] is Admission.NEW
+                    if hash_of_line(found.work.message) in gated and admissions[place] is Admission.NEW
                 ]
                 if behind:
                     self._wait_for_gates([opened[place].work for place in behind])
@@ -265,7 +265,10 @@ class Processor:
         number, arrivals = self._identify(connection), [found.arrival for found in opened]
         if self._spiller is None:
             return self._inbox.admit(connection, number, tenant, arrivals)
-        lines = {found.line for found in opened if found.line}
+
+        def lines() -> set[int]:
+            return {hash_of_line(found.work.message) for found in opened} - {0}
+
         return self._inbox.admit(connection, number, tenant, arrivals, claims=self._spiller.claims, lines=lines)
 
     @staticmethod
@@ -315,8 +318,7 @@ class Processor:
             return self._unreadable(message, Failure.POISON, redacted(str(error)))
         if incoming is None:
             return None
-        line = hash_of_line(message) if self._spiller is not None else 0
-        return _Readable(work, arrival_in(incoming), incoming, line)
+        return _Readable(work, arrival_in(incoming), incoming)
 
     def _altered(self, found: _Readable) -> Trouble:
         known = found.arrival

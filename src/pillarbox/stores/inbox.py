@@ -9,7 +9,7 @@ never each for the other.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -27,6 +27,7 @@ from .tables import claims as claims_table
 from .tables import consumers as consumers_table
 from .tables import inbox
 
+_Lines = Callable[[], Collection[int]]
 Seen = tuple[int, bytes]
 """Schema version and digest of what was dealt with."""
 
@@ -44,16 +45,16 @@ class SqlInbox:
         arrivals: Sequence[Arrival],
         *,
         claims: int = 0,
-        lines: Collection[int] = (),
+        lines: _Lines = tuple,
     ) -> Admitted:
         first: dict[UUID, Arrival] = {}
         for arrival in arrivals:
             first.setdefault(arrival.event_id, arrival)
         if not first:
             return Admitted(())
-        place = {"consumer": consumer, "tenant": tenant or "", "claims": claims, "lines": [*lines]}
+        place = {"consumer": consumer, "tenant": tenant or "", "claims": claims}
         with explained():
-            seen, gated = _WRITE[connection.dialect.name](connection, place, [*first.values()])
+            seen, gated = _WRITE[connection.dialect.name](connection, place, [*first.values()], lines)
         if not seen and len(first) == len(arrivals):
             return Admitted([Admission.NEW] * len(arrivals), gated)
         return Admitted(admissions(seen, arrivals), gated)
@@ -122,19 +123,23 @@ _Written = tuple[Mapping[UUID, Seen], Collection[int]]
 # -- PostgreSQL --------------------------------------------------------------------------------------------------------
 
 
-def _write_postgres(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
-    """Insert what is new, and ask for the gates, in one statement."""
+def _write_postgres(
+    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
+) -> _Written:
+    """Insert what is new, and ask whether there is any gate, in one statement."""
     arrays = {
         "event_ids": [arrival.event_id for arrival in arrivals],
         "versions": [arrival.schema_version for arrival in arrivals],
         "digests": [arrival.digest for arrival in arrivals],
     }
-    number, new, gated = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
+    number, new, has_gates = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
+    if number == len(arrivals) and not has_gates:
+        return {}, ()
+    # Who refused a row may have committed after our statement began, and a claim with it: only a new one sees that.
+    wanted = [*lines()]
+    gated = connection.execute(_GATED_ARRAY, {**place, "lines": wanted}).scalar_one() if wanted else ()
     if number == len(arrivals):
         return {}, gated
-    # Who refused a row may have committed after our statement began, and a claim with it: only a new one sees that.
-    if place["lines"]:
-        gated = connection.execute(_GATED_ARRAY, place).scalar_one()
     missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in {*(new or ())}}
     return _seen(connection.execute(_STORED_ARRAY, {**place, "event_ids": [*missing]}).all(), missing), gated
 
@@ -142,11 +147,11 @@ def _write_postgres(connection: Connection, place: Mapping[str, Any], arrivals: 
 _KEY = "consumer, tenant, event_id"
 _COLUMNS = f"{_KEY}, schema_version, digest"
 # A line may have many claims, and few that gate: an index has only those.
-_GATED = """
-    ARRAY(SELECT l.line FROM unnest(CAST(:lines AS bigint[])) AS l(line)
-          WHERE (SELECT c.gate FROM pillarbox_claims c
-                 WHERE c.consumer = CAST(:claims AS bigint) AND c.line = l.line AND c.gate LIMIT 1))"""
-_GATED_ARRAY = text(f"SELECT {_GATED}")
+_GATED_ARRAY = text("""
+SELECT ARRAY(SELECT l.line FROM unnest(CAST(:lines AS bigint[])) AS l(line)
+             WHERE (SELECT c.gate FROM pillarbox_claims c
+                    WHERE c.consumer = CAST(:claims AS bigint) AND c.line = l.line AND c.gate LIMIT 1))
+""")
 # One text for any number of rows, with few parameters: drivers prepare it once, and no limit of theirs is near. The ids
 # come back only if some are missing.
 _INSERT_ARRAYS = text(f"""
@@ -158,7 +163,10 @@ WITH written AS (
     ORDER BY t.event_id
     ON CONFLICT DO NOTHING RETURNING event_id
 )
-SELECT count(*), CASE WHEN count(*) < CAST(:count AS bigint) THEN array_agg(event_id) END, {_GATED} FROM written
+SELECT count(*), CASE WHEN count(*) < CAST(:count AS bigint) THEN array_agg(event_id) END,
+       (SELECT c.gate FROM pillarbox_claims c WHERE c.consumer = CAST(:claims AS bigint) AND c.gate
+        ORDER BY c.line LIMIT 1)
+FROM written
 """)  # noqa: S608  constants
 # One row at a time, by the whole key: whatever PostgreSQL believes of the table, the primary key is the best way then.
 _STORED_ARRAY = text("""
@@ -174,13 +182,15 @@ CROSS JOIN LATERAL (
 # -- SQLite ------------------------------------------------------------------------------------------------------------
 
 
-def _write_sqlite(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
+def _write_sqlite(
+    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
+) -> _Written:
     """The same. JSON has no bytes: the digests, which are all of one length, come as one value."""
     rows = json.dumps([(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals])
     digests = b"".join(arrival.digest for arrival in arrivals)
-    lines = json.dumps(place["lines"])
     new = {UUID(found) for found in connection.scalars(_INSERT_JSON, {**place, "rows": rows, "digests": digests})}
-    gated = connection.scalars(_GATED_JSON, {**place, "lines": lines}).all() if place["lines"] else ()
+    wanted = [*lines()]
+    gated = connection.scalars(_GATED_JSON, {**place, "lines": json.dumps(wanted)}).all() if wanted else ()
     missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in new}
     if not missing:
         return {}, gated
@@ -214,7 +224,9 @@ def _seen(rows: Sequence[Any], refused: Mapping[UUID, Arrival]) -> dict[UUID, Se
 # -- MariaDB and MySQL -------------------------------------------------------------------------------------------------
 
 
-def _write_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> _Written:
+def _write_mysql(
+    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
+) -> _Written:
     """Insert what is new. MySQL cannot say which rows of a statement it has left out, so it must refuse all of them; it
     then takes back what the statement has done.
     """
@@ -235,7 +247,8 @@ def _write_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Seq
         current = not found
         seen |= found
         left = [arrival for arrival in left if arrival.event_id not in found]
-    return seen, connection.scalars(_GATED_MYSQL, place).all() if place["lines"] else ()
+    wanted = [*lines()]
+    return seen, connection.scalars(_GATED_MYSQL, {**place, "lines": wanted}).all() if wanted else ()
 
 
 def _insert_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> None:

@@ -77,7 +77,7 @@ class World(ABC):
     async def ask(self, arrivals: Sequence[Arrival], *lines: int, consumer: int = CONSUMER) -> Admitted:
         """Admit them in a transaction of its own, and ask for the gates of these lines."""
         async with self.transaction() as run:
-            found = await run(self.inbox.admit, consumer, "acme", arrivals, claims=consumer, lines=lines)
+            found = await run(self.inbox.admit, consumer, "acme", arrivals, claims=consumer, lines=lambda: lines)
             assert isinstance(found, Admitted)
             return found
 
@@ -307,7 +307,7 @@ class InboxContract:
         await world.spill(line=2**62)
         for batch in ([arrival()], [known], [known, arrival()]):
             async with world.transaction() as run:
-                admitted = await run(world.inbox.admit, CONSUMER, "acme", batch, claims=CONSUMER, lines=lines)
+                admitted = await run(world.inbox.admit, CONSUMER, "acme", batch, claims=CONSUMER, lines=lambda: lines)
             assert {*admitted.gated} == {2**62}
 
     async def test_nobody_asks_for_gates_who_names_no_lines(self, world: World) -> None:
