@@ -59,8 +59,6 @@ class _Form(NamedTuple):
 
     key: tuple[str, ...]
     values: tuple[tuple[str, str], ...]
-    is_plain: bool
-    """Whether the names are those of the columns."""
     is_whole: bool
 
 
@@ -98,12 +96,12 @@ class Shape:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def put(self, values: dict[str, Any]) -> Change:
-        """What to change. The values become part of it."""
+    def put(self, values: Mapping[str, Any]) -> Change:
+        """What to change."""
         form = self._forms.get(names := tuple(values)) or self._form(names)
-        key = tuple([values.pop(name) for name in form.key])
-        content = values if form.is_plain else {column: values[name] for name, column in form.values}
-        return Change(key, content, form.is_whole and Add not in map(type, content.values()))
+        content = {column: values[name] for name, column in form.values}
+        is_whole = form.is_whole and Add not in map(type, content.values())
+        return Change(tuple([values[name] for name in form.key]), content, is_whole)
 
     def remove(self, values: Mapping[str, Any]) -> Change:
         form = self._forms.get(names := tuple(values)) or self._form(names)
@@ -127,8 +125,7 @@ class Shape:
                 )
         values = tuple((by_column[column], column) for column in self.columns if column in by_column)
         key = tuple(by_column[column] for column in self.key)
-        is_plain = all(name == column for name, column in values)
-        form = self._forms[names] = _Form(key, values, is_plain, len(values) == len(self.columns))
+        form = self._forms[names] = _Form(key, values, len(values) == len(self.columns))
         return form
 
     # -- what an event does not say ------------------------------------------------------------------------------------

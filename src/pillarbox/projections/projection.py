@@ -186,36 +186,30 @@ class Projection:
         self, connection: Connection, tenant: str | None, incoming: Sequence[Incoming]
     ) -> tuple[Sequence[Key], Sequence[Incoming]]:
         """Write what these events of one tenant change: the rows that have changed, and the events that are stale."""
-        told = [(one, self._changes(one), self._position(one.context)) for one in incoming]
-        keys, tally = {change.key: None for _, changes, _ in told for change in changes}, Tally()
-        whole = not all(change.is_whole for _, changes, _ in told for change in changes)
-        rows = self._rows.load(connection, keys, tenant, whole=whole)
-        stale = [one for one, changes, position in told if self._is_stale(rows, one, changes, position, tally)]
+        told, tally = [self._changes(one) for one in incoming], Tally()
+        rows = {change.key: RowState() for changes in told for change in changes}
+        whole = not all(change.is_whole for changes in told for change in changes)
+        self._rows.load(connection, rows, tenant, whole=whole)
+        stale = [one for one, changes in zip(incoming, told, strict=True) if self._is_stale(rows, one, changes, tally)]
         self._rows.write(connection, rows, tenant)
         self.tally.add(tally)
         return [key for key, row in rows.items() if row.is_changed], stale
 
-    def _is_stale(
-        self,
-        rows: Mapping[Key, RowState],
-        one: Incoming,
-        changes: Sequence[Change],
-        position: Position | None,
-        tally: Tally,
-    ) -> bool:
+    def _is_stale(self, rows: Mapping[Key, RowState], one: Incoming, changes: Sequence[Change], tally: Tally) -> bool:
         """Let an event change its rows, except those that have seen it or a later one; whether there are any."""
-        taken: dict[Key, bool] = {}  # an event may change a row twice
+        position = self._position(one.context)
+        taken: dict[int, bool] = {}  # an event may change a row twice
         for change in changes:
             row = rows[change.key]
-            if change.key not in taken:
-                taken[change.key] = _takes(row, position, one.context.event_count, tally)
-            if taken[change.key]:
+            if id(row) not in taken:
+                taken[id(row)] = _takes(row, position, one.context.event_count, tally)
+            if taken[id(row)]:
                 row.fold(change)
         return not all(taken.values())
 
     def _changes(self, incoming: Incoming) -> Sequence[Change]:
-        event, context = incoming
-        said = self._calls[type(event)](self, event, context)
+        event = incoming.event
+        said = self._calls[type(event)](self, event, incoming.context)
         if isinstance(said, Change):
             return (said,)
         changes = tuple(said) if isinstance(said, Iterable) else () if said is None else (said,)

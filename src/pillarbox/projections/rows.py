@@ -7,22 +7,24 @@ primary key says so, and the batch is tried again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Table, any_, bindparam, insert, select, tuple_
+from sqlalchemy import ARRAY, Connection, Dialect, Enum, String, Table, Text, any_, bindparam, func, select, tuple_
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from .. import clock
 from ..errors import ConfigurationError
 from ..tenancy import UNSCOPED
-from .change import COUNT, DELETED, GUARDS, INDEX, VERSION, Key, RowState, Shape
+from .change import AT, COUNT, DELETED, GUARDS, INDEX, VERSION, Key, RowState, Shape
 
 _OURS = {UNSCOPED: True}
 """Every statement here names the tenant itself."""
 _KEYS_PER_SELECT = 1000
+_OFTEN_SAME = (INDEX, COUNT, DELETED)
+"""What rows often have in common: one value is bound faster than an array."""
 
 
 class Rows:
@@ -32,49 +34,51 @@ class Rows:
         self.table = table
         self._shape = shape
         self._select = cache(self._make_select)
-        self._upsert = cache(self._make_upsert)
+        self._insert = cache(self._make_insert)
 
-    def load(
-        self, connection: Connection, keys: Collection[Key], tenant: str | None, *, whole: bool
-    ) -> dict[Key, RowState]:
+    def load(self, connection: Connection, rows: Mapping[Key, RowState], tenant: str | None, *, whole: bool) -> None:
         """Lock those of these rows that exist, and read where they stand and, if ``whole``, what is in them."""
-        rows = {key: RowState() for key in keys}
-        wanted, width = [*keys] if len(self._shape.key) > 1 else [key for (key,) in keys], len(self._shape.key)
+        width = len(self._shape.key)
+        wanted = [*rows] if width > 1 else [key for (key,) in rows]
         statement = self._select(connection.dialect.name, whole)
         for start in range(0, len(wanted), _KEYS_PER_SELECT):
             given = {"keys": wanted[start : start + _KEYS_PER_SELECT], "tenant": tenant}
             for found in connection.execute(statement, given, execution_options=_OURS):
                 key, (version, index, count, deleted) = tuple(found[:width]), found[width : width + 4]
-                if key not in rows:
+                row = rows.get(key)
+                if row is None:
                     raise ConfigurationError(
                         f"{self.table.name}: the key {key!r} is found where an equal one was asked for, of another "
                         "type or spelling; put keys as the table has them"
                     )
-                values = dict(zip(self._shape.columns, found[width + 4 :], strict=True)) if whole else {}
-                rows[key] = RowState(
-                    is_stored=True, is_alive=not deleted, position=(version, index), count=count, values=values
-                )
-        return rows
+                row.is_stored, row.is_alive = True, not deleted
+                row.position, row.count = (version, index), count
+                if whole:
+                    row.values = dict(zip(self._shape.columns, found[width + 4 :], strict=True))
 
     def write(self, connection: Connection, rows: Mapping[Key, RowState], tenant: str | None) -> None:
         """Write those that have changed, in the same order everywhere: two transactions that write rows in different
         orders would wait for each other.
         """
-        now, alike = clock.now(), dict[tuple[Any, ...], list[dict[str, Any]]]()
+        alike: dict[tuple[Any, ...], list[tuple[Key, RowState]]] = {}
         for key, row in sorted([it for it in rows.items() if it[1].is_changed], key=_order):
             if row.is_new and row.is_alive and len(row.values) < len(self._shape.columns):
                 self._shape.filled(row.values, entirely=row.is_stored)
-            values = {
-                **dict(zip(self._shape.key, key, strict=True)),
-                **row.values,
-                **dict(zip(GUARDS, (*row.position, row.count, not row.is_alive, now), strict=True)),
-            }
-            if self._shape.tenant is not None:
-                values[self._shape.tenant] = tenant
-            alike.setdefault((row.is_stored, *values), []).append(values)
-        for (is_stored, *_), group in alike.items():
-            statement = self._upsert(connection.dialect.name) if is_stored else insert(self.table)
-            connection.execute(statement, group, execution_options=_OURS)
+            alike.setdefault((row.is_stored, *row.values), []).append((key, row))
+        for (is_stored, *names), group in alike.items():
+            lists: dict[str, Sequence[Any]] = dict(
+                zip(self._shape.key, zip(*[key for key, _ in group], strict=True), strict=True)
+            )
+            lists |= {name: [row.values[name] for _, row in group] for name in names}
+            lists |= dict(zip((VERSION, INDEX), zip(*[row.position for _, row in group], strict=True), strict=True))
+            lists[COUNT], lists[DELETED] = [row.count for _, row in group], [not row.is_alive for _, row in group]
+            same = {AT: clock.now()} if self._shape.tenant is None else {AT: clock.now(), self._shape.tenant: tenant}
+            same |= {name: lists.pop(name)[0] for name in _OFTEN_SAME if len({*lists[name]}) == 1}
+            statement, takes_lists = self._insert(connection.dialect, is_stored, tuple(lists), tuple(same))
+            given: Any = lists | same
+            if not takes_lists:
+                given = [dict(zip(lists, values, strict=True)) | same for values in zip(*lists.values(), strict=True)]
+            connection.execute(statement, given, execution_options=_OURS)
 
     def _make_select(self, dialect: str, whole: bool) -> Any:
         key = [self.table.c[name] for name in self._shape.key]
@@ -88,17 +92,39 @@ class Rows:
             statement = statement.where(self.table.c[self._shape.tenant] == bindparam("tenant"))
         return statement.with_for_update()
 
-    def _make_upsert(self, dialect: str) -> Any:
-        """For rows that are there. One statement with many rows is one round trip on every database; an UPDATE of each
-        is not on MariaDB.
+    def _make_insert(
+        self, dialect: Dialect, is_stored: bool, lists: Sequence[str], same: Sequence[str]
+    ) -> tuple[Any, bool]:
+        """The statement for rows that are there, or that are not, and whether it takes the values of a column as one
+        list: PostgreSQL writes 500 rows from arrays in a third of the time. Rows that are there are upserted: an UPDATE
+        of each is not one round trip on MariaDB.
         """
-        names = [*self._shape.columns, *GUARDS]
-        if dialect in ("mysql", "mariadb"):
-            given = mysql.insert(self.table)
-            return given.on_duplicate_key_update({name: given.inserted[name] for name in names})
-        new: Any = (sqlite if dialect == "sqlite" else postgresql).insert(self.table)
-        changes = {name: new.excluded[name] for name in names}
-        return new.on_conflict_do_update(index_elements=[*self.table.primary_key], set_=changes)
+        family: Any = {"mysql": mysql, "mariadb": mysql, "sqlite": sqlite}.get(dialect.name, postgresql)
+        new = family.insert(self.table)
+        arrays = [_in_array(self.table.c[name].type, dialect) for name in lists]
+        takes_lists = dialect.name == "postgresql" and None not in arrays
+        if takes_lists:
+            given: list[Any] = [
+                func.unnest(bindparam(name, type_=array)) for name, array in zip(lists, arrays, strict=True)
+            ]
+            given += [bindparam(name, type_=self.table.c[name].type) for name in same]
+            new = new.from_select([*lists, *same], select(*given))
+        if not is_stored:
+            return new, takes_lists
+        changed = [*self._shape.columns, *GUARDS]
+        if family is mysql:
+            return new.on_duplicate_key_update({name: new.inserted[name] for name in changed}), takes_lists
+        changes = {name: new.excluded[name] for name in changed}
+        return new.on_conflict_do_update(index_elements=[*self.table.primary_key], set_=changes), takes_lists
+
+
+def _in_array(kind: Any, dialect: Dialect) -> Any:
+    """An array of such values; None if it takes none, or not as they are."""
+    impl = kind.dialect_impl(dialect)
+    inner = getattr(impl, "impl_instance", impl)
+    if isinstance(inner, String) and inner.length and not isinstance(inner, Enum):  # a cast would cut texts off
+        return None if inner is not impl else postgresql.ARRAY(Text(), dimensions=1)
+    return None if isinstance(inner, ARRAY) else postgresql.ARRAY(kind, dimensions=1)
 
 
 def _order(entry: tuple[Key, RowState]) -> list[Any]:
