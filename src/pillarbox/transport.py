@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -176,8 +176,7 @@ class Partitioned(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message that came in, and how the subscription knows it."""
 
     message: Message
@@ -185,7 +184,7 @@ class Received:
     """How often it was delivered to the group, as far as the broker counts: a hint, and no more. Pulsar 4.0 does not
     count deliveries to a member that died, so 1 does not say that it comes for the first time.
     """
-    handle: Any = field(default=None, compare=False)
+    handle: Any = None
 
 
 class Subscription(Protocol):

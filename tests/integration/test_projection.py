@@ -582,7 +582,7 @@ def _happening(rng: random.Random, parcel: UUID) -> Any:
 def _folded(life: Sequence[Incoming]) -> tuple[Any, ...]:
     """What the row should be, in the plainest way."""
     status, town, grams, deleted = "", None, 0, True
-    for fact, _ in life:
+    for fact in [one.event for one in life]:
         if isinstance(fact, ParcelPacked):
             status, grams, deleted = "packed", fact.grams, False
         elif isinstance(fact, ParcelSent):

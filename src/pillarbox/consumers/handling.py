@@ -58,7 +58,7 @@ class MessageContext(msgspec.Struct, frozen=True, gc=False):
         return self.headers.get("aggregate_id")
 
 
-class Incoming(NamedTuple):
+class Incoming(msgspec.Struct, frozen=True, gc=False):
     """An event that has come in."""
 
     event: Any
@@ -131,10 +131,10 @@ class Handlers:
         return LeftOut()
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
-        for event, context in incoming:
-            with caused_by(context.headers):
-                for call in self._calls[type(event)]:
-                    await call(event, uow, context)
+        for one in incoming:
+            with caused_by(one.context.headers):
+                for call in self._calls[type(one.event)]:
+                    await call(one.event, uow, one.context)
         return ()
 
 

@@ -258,8 +258,8 @@ class SubscriptionIntake:
                     await asyncio.sleep(LONG_WAIT)
                     room = min(room, 100)
                 received = await subscription.receive(room, size)
-                self._window.put([_work_of(each) for each in received])
-                self._heard_at = clock.current().monotonic()
+                self._heard_at = now = clock.current().monotonic()
+                self._window.put([Work(it.message, it, it.attempt - 1, since=now) for it in received])
                 self._change.set()
         finally:
             self._change.set()
@@ -502,10 +502,6 @@ class _Left:
         """And these."""
         self.works += other.works
         self.delays |= other.delays
-
-
-def _work_of(received: Received) -> Work:
-    return Work(received.message, received=received, redelivered=received.attempt - 1)
 
 
 def _is_suspect(work: Work) -> bool:

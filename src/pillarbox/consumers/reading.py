@@ -45,7 +45,8 @@ class Reader:
         headers = message.headers
         tenant = self.tenant_of(message)
         for name in _HANDED_ON:  # to the events that the handlers raise
-            check_header(name, headers.get(name, ""))
+            if name in headers:
+                check_header(name, headers[name])
         try:
             content = self.decode(message)
             kind = self._target(content.name, content.version)

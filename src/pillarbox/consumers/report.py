@@ -106,7 +106,7 @@ class ConsumerReport:
             attributes |= {"messaging.message.id": str(first.event_id), "pillarbox.event_type": first.event_type}
         else:
             attributes["messaging.batch.message_count"] = len(incoming)
-        headers = [context.headers for _, context in incoming]
+        headers = [one.context.headers for one in incoming]
         with self._signals.during(Activity(telemetry.PROCESS, first.topic, attributes, headers)):
             yield
 
@@ -138,7 +138,7 @@ class ConsumerReport:
         """How long ago the events occurred: a mean of some is enough."""
         now = clock.now()
         some = new[:: len(new) // 16 + 1]
-        mean = sum((now - context.occurred_at).total_seconds() for _, context in some) / len(some)
+        mean = sum((now - one.context.occurred_at).total_seconds() for one in some) / len(some)
         return {max(0.0, mean): len(new)}
 
     def failed(self, message: Message, failure: Failure, reason: str, error: BaseException) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
+
+import msgspec
 
 from .. import clock
 from ..inbox import Claim
@@ -20,8 +22,7 @@ from .identity import KnownBy, line_of
 Line = Hashable
 
 
-@dataclass(slots=True, eq=False)
-class Work:
+class Work(msgspec.Struct, eq=False, gc=False):
     """A message that is to take effect."""
 
     message: Message
@@ -33,9 +34,7 @@ class Work:
     """If it was spilled."""
     known_by: KnownBy = KnownBy.EVENT
     """What the inbox then knows it by."""
-    line: Line = field(init=False)
-    tenant: str | None = field(init=False)
-    since: float = field(init=False, default_factory=lambda: clock.current().monotonic())
+    since: float = msgspec.field(default_factory=lambda: clock.current().monotonic())
     """When it came into this process."""
     refused_as: Failure | None = None
     """If it was spilled without being tried: in which way it fails."""
@@ -43,10 +42,12 @@ class Work:
     """The key of its row in a lane."""
     tries: int = 0
     """How often it has failed since."""
+    tenant: str | None = None
+    line: Line = None
 
     def __post_init__(self) -> None:
         self.tenant = self.message.headers.get("tenant_id")
-        self.line = line_of(self.message) or self
+        self.line = line_of(self.message) or object()
 
 
 class Window:
@@ -58,7 +59,10 @@ class Window:
         self.bytes = 0
         self.tenants: Counter[str | None] = Counter()
         """How many of them each tenant has."""
-        self._lines: dict[Line, deque[Work]] = {}
+        self._first: dict[Line, Work] = {}
+        """The first message of each line that has some waiting."""
+        self._behind: dict[Line, deque[Work]] = {}
+        """Those behind it. Most lines have none, and a deque for each would be work for the garbage collector."""
         self._ready: dict[str | None, dict[Line, None]] = {}
         """The lines of each tenant that may be taken, in the order in which they became so."""
         self._stopped: set[Line] = set()
@@ -68,10 +72,10 @@ class Window:
         """Add messages, in their order."""
         for work in works:
             line = work.line
-            waiting = self._lines.get(line)
-            if waiting is None:
-                waiting = self._lines[line] = deque()
-            waiting.append(work)
+            if line not in self._first:
+                self._first[line] = work
+            else:
+                self._behind.setdefault(line, deque()).append(work)
             self.bytes += len(work.message.body)
             self.tenants[work.tenant] += 1
             if line not in self._stopped:
@@ -93,9 +97,7 @@ class Window:
             if len(taken) == limit:
                 break
             begun.append(line)
-            waiting = self._lines[line]
-            while waiting and len(taken) < limit:
-                taken.append(waiting.popleft())
+            taken += self.more_of(line, limit - len(taken))
         self._stopped.update(begun)
         for line in begun:  # not one by one from the front: a dict looks at all that were deleted there before
             del lines[line]
@@ -105,20 +107,28 @@ class Window:
 
     def more_of(self, line: Line, limit: int) -> list[Work]:
         """Up to so many messages more of a line of which some are taken."""
-        waiting = self._lines.get(line, ())
-        return [waiting.popleft() for _ in range(min(limit, len(waiting)))] if waiting else []
+        taken: list[Work] = []
+        while len(taken) < limit and (first := self._first.pop(line, None)) is not None:
+            taken.append(first)
+            if behind := self._behind.get(line):
+                self._first[line] = behind.popleft()
+                if not behind:
+                    del self._behind[line]
+        return taken
 
     def oldest(self, tenant: str | None) -> Work | None:
         """The message of a tenant that has waited for its turn for the longest time."""
         line = next(iter(self._ready.get(tenant, ())), None)
-        return None if line is None else self._lines[line][0]
+        return None if line is None else self._first[line]
 
     def done(self, taken: Sequence[Work], left: Sequence[Work] = ()) -> list[Line]:
         """These were taken, and these of them are left over, in their order: they go back to the front of their lines,
         which rest until `wake`. The lines that rest come back.
         """
         for work in reversed(left):
-            self._lines[work.line].appendleft(work)
+            if (first := self._first.get(work.line)) is not None:
+                self._behind.setdefault(work.line, deque()).appendleft(first)
+            self._first[work.line] = work
         resting = dict.fromkeys(work.line for work in left)
         remaining = set(map(id, left))
         for work in taken:
@@ -136,14 +146,12 @@ class Window:
     def wake(self, line: Line) -> None:
         """The line may go on."""
         self._stopped.discard(line)
-        if waiting := self._lines.get(line):
-            self._offer(waiting[0].tenant, line)
-        else:
-            self._lines.pop(line, None)
+        if (first := self._first.get(line)) is not None:
+            self._offer(first.tenant, line)
 
     def waiting(self) -> list[Work]:
         """All that nobody works on now."""
-        return [work for line in self._lines.values() for work in line]
+        return [*self._first.values(), *chain.from_iterable(self._behind.values())]
 
     def _offer(self, tenant: str | None, line: Line) -> None:
         self._ready.setdefault(tenant, {})[line] = None

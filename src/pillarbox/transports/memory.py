@@ -11,9 +11,10 @@ import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
+
+import msgspec
 
 from ..route import topic_pattern
 from ..transport import Capabilities, Message, Outcome, Received, Rejection, Verdict
@@ -323,8 +324,7 @@ class MemorySubscription:
             raise ConnectionError("the subscription is closed")
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
+class _Copy(msgspec.Struct, eq=False, gc=False):
     """A message on its way to one group."""
 
     message: Message
