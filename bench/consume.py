@@ -3,10 +3,13 @@
 The floor is what a team writes with asyncpg, on one connection, for each 500 messages: read their JSON, one INSERT into
 an inbox, an upsert of the rows whose events are new, with their version as a guard, one COMMIT. It knows no failures,
 no letters, no tenants and no versions of events. Both take turns with the same messages, each on empty tables.
+
+Beside that: the same projection while one key in a hundred fails for ever, so that its messages wait in inbound lanes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 import time
@@ -26,10 +29,12 @@ from pillarbox.projections import Change, Projection, ProjectionRow, on
 from pillarbox.transports.memory import MemoryTransport
 
 from .figures import BATCH, body, cpu_seconds
+from .proof import meant
 from .servers import Bench
 
 _TOPIC = "bench.consumed"
 _TYPE = "bench.order.changed"
+_ONE_BAD_IN = 100
 _VERSIONS = 4
 """Events of each order."""
 
@@ -57,8 +62,12 @@ class OrderRow(ProjectionRow, Base):
 class OrderRows(Projection, row=OrderRow):
     """Each event says all of its row, and the version guards it."""
 
+    some_fail = False
+
     @on(OrderChanged)
     def changed(self, event: OrderChanged) -> Change:
+        if self.some_fail and _is_bad(event.order_id):
+            raise ValueError(event.order_id)
         return self.put(order_id=event.order_id, seq=event.seq, customer=event.customer, note=event.note)
 
 
@@ -80,7 +89,7 @@ ON CONFLICT (order_id) DO UPDATE SET seq = excluded.seq, customer = excluded.cus
     projected_version = excluded.projected_version, projected_at = excluded.projected_at
 WHERE t.projected_version < excluded.projected_version
 """
-_EMPTY = "TRUNCATE bench_order_rows, floor_rows, floor_inbox, pillarbox_inbox"
+_EMPTY = "TRUNCATE bench_order_rows, pillarbox_inbox"
 
 
 async def measure(bench: Bench) -> dict[str, float]:
@@ -101,6 +110,7 @@ async def measure(bench: Bench) -> dict[str, float]:
                 await _empty(box)
                 began = cpu_seconds()
                 if which == "floor":
+                    await connection.execute("TRUNCATE floor_rows, floor_inbox")
                     found[which] = await _by_hand(connection, broker.sent(_TOPIC))
                 else:
                     found[which] = await _consume(many, broker)
@@ -113,14 +123,56 @@ async def measure(bench: Bench) -> dict[str, float]:
                 floors.append(found["floor"])
                 singles.append(found["ours"] / found["single"])
                 cpu.append(found["cpu"])
+    spills = [await _measure_spills(bench) for _ in range(sizes.few)]
     return {
         "consume_ratio": statistics.median(ratios),
+        "consume_spill_ratio": statistics.median(spills),
         "consume_batch_gain": statistics.median(singles),
         "consume_cpu_us": statistics.median(cpu),
         "consume_per_second": statistics.median(rates),
         "consume_floor_per_second": statistics.median(floors),
         "consume_events": sizes.consume,
     }
+
+
+async def _measure_spills(bench: Bench) -> float:
+    """The rate while some keys fail, to the rate without."""
+    rates = []
+    async with bench.database() as url, _subject(url, bench.sizes.consume, BATCH) as (box, broker, consumer):
+        messages = broker.sent(_TOPIC)
+        bad = sum(_is_bad(UUID(message.headers["aggregate_id"])) for message in messages)
+        for some_fail in (False, True):
+            await _empty(box)
+            OrderRows.some_fail = some_fail
+            try:
+                with meant("ValueError"):
+                    rates.append(await _run(consumer, broker, len(messages) - bad * some_fail))
+            finally:
+                OrderRows.some_fail = False
+    return rates[1] / rates[0]
+
+
+def _is_bad(order: UUID) -> bool:
+    return order.int % _ONE_BAD_IN == 0
+
+
+async def _run(consumer: Consumer, broker: MemoryTransport, wanted: int) -> float:
+    """All messages once more, until so many have taken effect; those per second, from the second event of each order
+    on: before that, every batch meets keys that have not failed yet.
+    """
+    broker.redeliver(_TOPIC)
+    before, first = consumer.status()["handled"], wanted // _VERSIONS
+    running = asyncio.create_task(consumer.run())
+
+    async def handled(number: int) -> float:
+        while consumer.status()["handled"] - before < number:  # noqa: ASYNC110  it rings no bell
+            await asyncio.sleep(0.005)
+        return time.perf_counter()
+
+    seconds = -await handled(first) + await handled(wanted)
+    consumer.stop()
+    await running
+    return (wanted - first) / seconds
 
 
 @asynccontextmanager
@@ -207,5 +259,6 @@ def report(results: Mapping[str, Any]) -> str:
         f"  {BATCH} at once to one{results['consume_batch_gain']:12.1f}\n"
         f"  projection         {results['consume_per_second']:10,.0f} events/s, "
         f"{results['consume_cpu_us']:.0f} us of CPU per event\n"
-        f"  floor              {results['consume_floor_per_second']:10,.0f} events/s"
+        f"  floor              {results['consume_floor_per_second']:10,.0f} events/s\n"
+        f"  1 % of keys fail   {results['consume_spill_ratio']:10.3f} of the rate without"
     )

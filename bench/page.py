@@ -90,6 +90,7 @@ _NAMES = (
     *("deep_backlog_ratio", "hot_key_ratio", "relays_ratio", "late_1m_rss_mb", "fairness_ratio"),
     *("fairness_first_s", "dead_row_ratio", "discard_60k_s", "discard_longest_look_s", "fail_20k_s"),
     *("cdc_ratio", "cdc_live_ratio", "cdc_hits", "signals_ratio", "consume_ratio", "consume_batch_gain"),
+    "consume_spill_ratio",
     *("consume_cpu_us", "import_ms", "import_box_ms"),
 )
 

@@ -76,6 +76,15 @@ class LeftOut(NamedTuple):
     """By how many versions one was ahead of its row, at most."""
 
 
+class EventsFailedError(Exception):
+    """Some events of several failed by themselves, and nothing was written for any: the others may go on without these."""
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__("; ".join(f"{type(error).__name__}: {error}" for error in errors.values()))
+        self.errors = errors
+        """By the places of the events."""
+
+
 class Effects(Protocol):
     """What a consumer does with events: its handlers, or a projection."""
 
@@ -90,7 +99,8 @@ class Effects(Protocol):
 
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
         """Do it, in the transaction of ``uow``, which the caller commits. All of one tenant, in order per key. Whatever
-        is raised undoes all of it; several are then tried one by one. Those that came too late for a row come back.
+        is raised undoes all of it; several are then tried in halves, or without those that `EventsFailedError` names.
+        Those that came too late for a row come back.
         """
         ...
 

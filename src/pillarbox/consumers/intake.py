@@ -381,10 +381,13 @@ class SubscriptionIntake:
         left = await self._see_to(processed)
         left.works += untried
         waiting = {work.line for work in left.works}
+        more = list[Work]()
         for line in dict.fromkeys(work.line for work in processed.behind):
-            if line not in waiting and (more := window.more_of(line, SPILLED_AT_ONCE)):  # all goes by the lane now
-                works += more
-                left.add(await self._spill_untried(more))
+            if line not in waiting:  # all goes by the lane now
+                more += window.more_of(line, SPILLED_AT_ONCE)
+        if more:
+            works += more
+            left.add(await self._spill_untried(more))
         return left
 
     async def _see_to(self, processed: Processed) -> _Left:
@@ -451,6 +454,7 @@ class SubscriptionIntake:
             reason = redacted(f"{type(error).__name__}: {error}")
             self._report.not_spilled(len(spilled), reason)
             return self._rest([work for work, _ in spilled], AWAY_CAP)
+        self._processor.spilled([work for work, each in spilled if each.failure is None and work.message.key])
         return _Left()
 
     @staticmethod

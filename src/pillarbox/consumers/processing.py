@@ -8,7 +8,7 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from ..inbox import Admission, Admitted, Arrival, Inbox
 from ..redaction import redacted
 from ..transport import Message
 from .failure import Failure, classify
-from .handling import Effects, Incoming
+from .handling import Effects, EventsFailedError, Incoming
 from .home import Home
 from .identity import KnownBy, altered, arrival_in, arrival_of, why_altered
 from .progress import Progress
@@ -32,9 +32,11 @@ from .report import ConsumerReport
 from .spilling import Spilled, Spiller, hash_of_line
 from .window import Line, Work
 
-GATE_SECONDS = 1.0
-"""How long messages wait in memory for the last spilled ones of their line to take effect. Then they are spilled, too:
-else a line that gets messages all the time would go by its lane for ever, or wait here for ever."""
+GATE_SECONDS, GATED_AGAIN = 1.0, 10.0
+"""How long messages of a line wait in memory for the last spilled ones of it to take effect, and how often. Else they
+are spilled, too: a line that gets messages all the time must neither go by its lane for ever, nor wait here for ever.
+"""
+_GATED_KEPT = 10_000
 
 
 class Trouble(NamedTuple):
@@ -98,6 +100,14 @@ class _GatedError(Exception):
         self.lines = lines
 
 
+class _SomeFailedError(Exception):
+    """These messages have failed by themselves."""
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
 class _RefusedError(Exception):
     """A spilled message fails without being tried."""
 
@@ -131,9 +141,18 @@ class Processor:
         self._spiller = spiller
         self._begun = 0
         """How often the database has let handlers begin."""
+        self._gated: dict[Line, float] = {}
+        """Lines that were gated when they were last looked at, and since when their messages wait for that."""
 
     async def process(self, works: Sequence[Work]) -> Processed:
         """Let messages of one tenant take effect, in order per line. One that was spilled comes alone."""
+        doubtful = {work.line for work in works if work.tries or work.line in self._gated}
+        if doubtful and (others := [work for work in works if work.line not in doubtful]):
+            # They must neither fail nor wait with these.
+            return await self._in_turn((others, [work for work in works if work.line in doubtful]))
+        return await self._try(works)
+
+    async def _try(self, works: Sequence[Work]) -> Processed:
         begun = self._begun
         try:
             return await self._together(works)
@@ -143,17 +162,63 @@ class Processor:
             processed = await self.process(free) if free else Processed()
             processed.add(Processed(left=waits, gated=waits))
             return processed
+        except _SomeFailedError as some:
+            return await self._without(works, some.errors)
         except (Exception, asyncio.CancelledError) as error:
             if _is_for_us(error):
                 raise
-            if len(works) > 1:
-                return await self._one_by_one(works)
-            trouble = self._trouble(works[0], error)
-            if trouble.failure is Failure.TRANSIENT and self._begun == begun:
-                return Processed(left=[*works], away=trouble.reason)
-            if trouble.failure in (Failure.TRANSIENT, Failure.UNKNOWN):
-                self._progress.failed(works[0].tenant, works[0].line)
-            return Processed(failed=[(works[0], trouble)])
+            is_away = self._begun == begun and classify(error) is Failure.TRANSIENT
+            if len(works) > 1 and not is_away:
+                middle = len(works) // 2
+                return await self._in_turn((works[:middle], works[middle:]))
+            if is_away:
+                return Processed(left=[*works], away=self._trouble(works[0], error).reason)
+            return Processed(failed=[(works[0], self._failed(works[0], error))])
+
+    async def _without(self, works: Sequence[Work], errors: Mapping[int, Exception]) -> Processed:
+        """Let all go on but those that have failed, and what comes behind them."""
+        stopped, others, rest = set[Line](), list[Work](), list[Work]()
+        for work in works:
+            if id(work) in errors:
+                stopped.add(work.line)
+            (rest if work.line in stopped else others).append(work)
+        processed = await self.process(others) if others else Processed()
+        waits = {work.line for work in processed.left}.union(work.line for work, _ in processed.failed)
+        for work in rest:
+            if work.line in waits or processed.away:
+                processed.left.append(work)
+            else:
+                waits.add(work.line)
+                processed.failed.append((work, self._failed(work, errors[id(work)])))
+        return processed
+
+    def _failed(self, work: Work, error: BaseException) -> Trouble:
+        trouble = self._trouble(work, error)
+        if trouble.failure in (Failure.TRANSIENT, Failure.UNKNOWN):
+            self._progress.failed(work.tenant, work.line)
+        return trouble
+
+    async def _in_turn(self, parts: Sequence[Sequence[Work]]) -> Processed:
+        """Each part by itself. What comes behind a message that was not settled waits, and so does all the rest if the
+        database is away, or the tenant is held.
+        """
+        processed, stopped = Processed(), set[Line]()
+        for part in parts:
+            waits = bool(processed.away) or self._progress.is_held(part[0].tenant)
+            free = [work for work in part if not waits and work.line not in stopped]
+            processed.left += [work for work in part if waits or work.line in stopped]
+            if free:
+                done = await self.process(free)
+                stopped.update(work.line for work in done.left)
+                stopped.update(work.line for work, _ in done.failed)
+                processed.add(done)
+        return processed
+
+    def spilled(self, works: Sequence[Work]) -> None:
+        """What comes in their lines has to wait for them."""
+        now = clock.current().monotonic()
+        for work in works:
+            self._gated.setdefault(work.line, now)
 
     def unreadable(self, work: Work) -> Trouble | None:
         """Why a message cannot be read; None if it can, or if that has to be tried."""
@@ -172,22 +237,6 @@ class Processor:
         if isinstance(found, _Readable):
             return Spilled(work.message, found.arrival, work.tenant)
         return None if found is None else found.spilled(work, refused=True)
-
-    async def _one_by_one(self, works: Sequence[Work]) -> Processed:
-        """Those that have failed before come last: the others must not wait for them. If the database is away, or the
-        tenant is held, the rest waits, too.
-        """
-        failing = {work.line for work in works if work.tries}
-        processed, stopped = Processed(), set[Line]()
-        for work in sorted(works, key=lambda work: work.line in failing):
-            if work.line in stopped or processed.away or self._progress.is_held(work.tenant):
-                processed.left.append(work)
-                continue
-            one = await self.process([work])
-            if not one.settled:
-                stopped.add(work.line)
-            processed.add(one)
-        return processed
 
     async def _together(self, works: Sequence[Work]) -> Processed:
         """All that can be read in one transaction, or nothing."""
@@ -241,6 +290,10 @@ class Processor:
         async with self._home.unit_of_work(tenant=tenant, timeout=self._timeout, new_transaction=True) as uow:
             admissions, gated = await self._home.within(uow, self._admit, tenant, opened)
             answers: list[Admission | None] = [*admissions]
+            if self._gated:
+                for found in opened:
+                    if found.work.line in self._gated and hash_of_line(found.work.message) not in gated:
+                        del self._gated[found.work.line]
             if gated and self._spiller is not None:
                 behind = [
                     place
@@ -253,10 +306,14 @@ class Processor:
                     spilled = await self._home.within(uow, self._spiller.write, spills)
                     for place in behind:
                         answers[place] = None
-            new = [found.incoming for found, it in zip(opened, answers, strict=True) if it is Admission.NEW]
+            fresh = [found for found, it in zip(opened, answers, strict=True) if it is Admission.NEW]
+            new = [found.incoming for found in fresh]
             self._begun += 1
-            with self._report.processing(new), uow.sealed():
-                await self._effects.apply(uow, new)
+            try:
+                with self._report.processing(new), uow.sealed():
+                    await self._effects.apply(uow, new)
+            except EventsFailedError as several:
+                raise _SomeFailedError({id(fresh[place].work): it for place, it in several.errors.items()}) from several
         if spilled is not None and self._spiller is not None:
             self._spiller.committed(spilled)
         return answers
@@ -271,10 +328,17 @@ class Processor:
 
         return self._inbox.admit(connection, number, tenant, arrivals, claims=self._spiller.claims, lines=lines)
 
-    @staticmethod
-    def _wait_for_gates(behind: Sequence[Work]) -> None:
+    def _wait_for_gates(self, behind: Sequence[Work]) -> None:
         now = clock.current().monotonic()
-        if waits := {work.line for work in behind if now - work.since < GATE_SECONDS}:
+        waits = set[Line]()
+        for line in {work.line for work in behind}:
+            since = self._gated.pop(line, now)
+            self._gated[line] = since = now if now - since > GATED_AGAIN else since
+            if now - since < GATE_SECONDS:
+                waits.add(line)
+        while len(self._gated) > _GATED_KEPT:
+            del self._gated[next(iter(self._gated))]
+        if waits:
             raise _GatedError(waits)
 
     async def _redeem(self, found: _Readable) -> Sequence[Admission]:

@@ -16,7 +16,7 @@ from .. import clock
 from ..retry import RetryPolicy
 
 MANY_LINES = 20
-_LINES_KEPT = 100
+_LINES_KEPT, _BAD_KEPT = 100, 1_000
 _TENANTS_KEPT = 10_000
 PROBES = RetryPolicy(base=0.25, cap=4.0)
 WELL_SECONDS = 600.0
@@ -54,6 +54,8 @@ class Progress:
         """Whether a tenant may be held: a drain tries every key."""
         self._patience = patience
         self._failing: dict[str | None, _Failing] = {}
+        self._bad: dict[str | None, dict[Hashable, None]] = {}
+        """Lines of each tenant that have failed while others took effect: if they fail again, that says nothing."""
         self._well: dict[str | None, float] = {}
         """When something of each tenant last took effect that has not failed since."""
         self._waits_since: dict[str | None, float] = {}
@@ -64,8 +66,12 @@ class Progress:
         self._well.pop(tenant, None)
         self._well[tenant] = clock.current().monotonic()  # the newest is last
         _forget_first(self._well)
-        if self._failing:
-            self._failing.pop(tenant, None)
+        if self._failing and (failing := self._failing.pop(tenant, None)) is not None:
+            bad = self._bad.setdefault(tenant, {})
+            bad.update(dict.fromkeys(failing.lines))
+            for line in [*bad][: len(bad) - _BAD_KEPT]:
+                del bad[line]
+            _forget_first(self._bad)
         self._waits_since.pop(tenant, None)
 
     def settled(self, tenant: str | None) -> None:
@@ -78,7 +84,7 @@ class Progress:
         failing = self._failing.setdefault(tenant, _Failing())
         _forget_first(self._failing)
         failing.failed_at = clock.current().monotonic()
-        if len(failing.lines) < _LINES_KEPT:
+        if len(failing.lines) < _LINES_KEPT and line not in self._bad.get(tenant, ()):
             failing.lines.add(line)
         if failing.is_suspicious:
             failing.put_off()

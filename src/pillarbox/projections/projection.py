@@ -28,7 +28,7 @@ from sqlalchemy import inspect as inspect_row
 from sqlalchemy.orm import Mapper, Session, mapped_column
 
 from ..cache import Cache
-from ..consumers.handling import Incoming, LeftOut, MessageContext
+from ..consumers.handling import EventsFailedError, Incoming, LeftOut, MessageContext
 from ..errors import ConfigurationError, TenancyError
 from ..event import EventType, registry
 from ..interceptors.read_cache import cache_key, forget_at_end
@@ -186,7 +186,7 @@ class Projection:
         self, connection: Connection, tenant: str | None, incoming: Sequence[Incoming]
     ) -> tuple[Sequence[Key], Sequence[Incoming]]:
         """Write what these events of one tenant change: the rows that have changed, and the events that are stale."""
-        told, tally = [self._changes(one) for one in incoming], Tally()
+        told, tally = self._all_changes(incoming), Tally()
         rows = {change.key: RowState() for changes in told for change in changes}
         whole = not all(change.is_whole for changes in told for change in changes)
         self._rows.load(connection, rows, tenant, whole=whole)
@@ -206,6 +206,19 @@ class Projection:
             if taken[id(row)]:
                 row.fold(change)
         return not all(taken.values())
+
+    def _all_changes(self, incoming: Sequence[Incoming]) -> Sequence[Sequence[Change]]:
+        if len(incoming) == 1:
+            return (self._changes(incoming[0]),)
+        told, errors = list[Sequence[Change]](), dict[int, Exception]()
+        for place, one in enumerate(incoming):
+            try:
+                told.append(self._changes(one))
+            except Exception as error:
+                errors[place] = error
+        if errors:
+            raise EventsFailedError(errors)
+        return told
 
     def _changes(self, incoming: Incoming) -> Sequence[Change]:
         event = incoming.event
