@@ -15,11 +15,14 @@ import pytest
 from sqlalchemy import func, select
 
 from pillarbox import Message, MessageContext, Pillarbox, Reject, RetryPolicy, UnitOfWork
+from pillarbox.consumers import intake
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination
 from pillarbox.outbox import Status
 from pillarbox.stores.operations import Action
 from pillarbox.stores.tables import claims, failures
+from pillarbox.transport import Subscription
 from pillarbox.transports.memory import MemorySubscription, MemoryTransport
 from tests.conftest import EACH_DATABASE, FreshDatabase
 from tests.questions import (
@@ -183,6 +186,58 @@ async def test_messages_without_a_key_wait_for_nobody(box: Pillarbox, broker: Me
     assert sorted(of("a", await effects(box))) == [0, 1, 2, 3, 4]
     [letter] = await dead_letters(box)
     assert (letter.message.key, letter.message.body) == ("", sent[5].body)
+
+
+# -- what takes long ---------------------------------------------------------------------------------------------------
+
+
+async def test_what_hangs_and_fills_the_window_goes_by_its_lane_with_all_that_waits_behind_it(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "HANGING", 0.0)
+    consumer, ends = answering(box, max_messages=4), asyncio.Event()
+
+    @consumer.on(Asked)
+    async def hang(event: Asked) -> None:
+        if (event.subject, event.number) == ("a", 0):
+            await ends.wait()
+
+    await ask(box, *[("a", number) for number in range(8)], ("b", 0))
+    running = asyncio.create_task(consumer.run())
+    async with asyncio.timeout(PATIENCE):
+        await until(lambda: consumer.status()["handled"] == 1)
+        assert await effects(box) == [("b", 0)]
+        ends.set()
+        await until(lambda: consumer.status()["handled"] == 9)
+    consumer.stop()
+    await running
+    assert of("a", await effects(box)) == [*range(8)]
+    assert await waiting(box) == 0
+
+
+async def test_a_tenant_that_is_slow_and_alone_is_not_spilled(box: Pillarbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "LONG_WAIT", 0.0)
+    consumer, ends, looks = answering(box, max_messages=4), asyncio.Event(), count()
+    make_room = SubscriptionIntake._make_room
+
+    def look(self: SubscriptionIntake, subscription: Subscription) -> None:
+        make_room(self, subscription)
+        if self._is_full and next(looks) == 10:
+            ends.set()
+
+    monkeypatch.setattr(SubscriptionIntake, "_make_room", look)
+
+    @consumer.on(Asked)
+    async def be_slow(_event: Asked) -> None:
+        await ends.wait()
+
+    await ask(box, *[("a", number) for number in range(8)])
+    running = asyncio.create_task(consumer.run())
+    async with asyncio.timeout(PATIENCE):
+        await until(lambda: consumer.status()["handled"] == 8)
+    consumer.stop()
+    await running
+    assert (consumer.status()["spilled"], of("a", await effects(box))) == (0, [*range(8)])
 
 
 # -- the same message again --------------------------------------------------------------------------------------------

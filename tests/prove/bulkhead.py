@@ -112,6 +112,8 @@ SCENARIOS = {
     "away": Scenario(2_000, fails=_always(lambda: ConnectionError("its service is away"))),
     "plain-hangs": Scenario(20, blocks=True),
     "hangs": Scenario(20, hangs=True),
+    "plain-hangs-on-one-key": Scenario(3_000, keys=1, blocks=True),
+    "hangs-on-one-key": Scenario(3_000, keys=1, hangs=True),
     "bug": Scenario(1_100, keys=1, fails=_always(lambda: LookupError("a bug")), stands_still=False),
     "headers": Scenario(1_100, headers={"correlation_id": "\n"}, stands_still=False, only=("memory", "pulsar")),
     "large": Scenario(17, size=LARGE, fails=_always(lambda: ConnectionError("too large for now"))),
@@ -287,7 +289,7 @@ async def _box(url: str, pulsar: str | None) -> AsyncIterator[tuple[Pillarbox, A
     if pulsar is not None:
         from pillarbox.transports.pulsar import PulsarTransport
 
-        transports["pulsar"] = PulsarTransport(pulsar)
+        transports["pulsar"] = PulsarTransport(pulsar, guarantee="at_least_once")
     async with Pillarbox(engine, transports=transports, shards=4) as box:
         await box.migrate()
         async with engine.begin() as connection:
@@ -310,7 +312,8 @@ async def run_world(
             tasks.create_task(world.be_troubled())
             for tenant in HEALTHY:
                 tasks.create_task(world.be_healthy(tenant, seconds, f"{seed} {tenant}"))
-        await world.until(lambda: not world.ledger.waiting(HEALTHY), 60.0)
+        if not await world.until(lambda: not world.ledger.waiting(HEALTHY), 60.0):
+            world.wrong.append(f"{world.ledger.waiting(HEALTHY)} healthy events wait for the troubled tenant")
         await world.check_health()
         p99 = statistics.quantiles(world.ledger.latencies(HEALTHY), n=100)[-1]
         await world.mend()

@@ -42,6 +42,8 @@ IN_PLACE_CAP, GATE_PAUSE, AWAY_CAP = 0.5, 0.1, 5.0
 SPILLED_AT_ONCE = 500
 LONG_WAIT = 1.0
 """Seconds after which what waits in a full window makes room for other tenants."""
+HANGING = 30.0
+"""The same for what waits behind one message, where there is one tenant only: its handler may just be slow."""
 REDELIVERIES = 3
 """A message that came so often without being settled may have killed its consumers: its lane tries and isolates it."""
 REFUSED_IN_A_ROW = 10_000
@@ -142,6 +144,8 @@ class SubscriptionIntake:
         self._retry = retry
         self._window = Window()
         self._working: dict[asyncio.Task[None], Sequence[Work]] = {}
+        self._attempts: dict[asyncio.Timeout, tuple[Sequence[Work], float]] = {}
+        """What is with the handlers, and since when."""
         self._subscription: Subscription | None = None
         self._stopping = False
         self._change = asyncio.Event()
@@ -230,7 +234,7 @@ class SubscriptionIntake:
             with _running(self._receive(subscription)) as receiving, _running(self._extend(subscription)) as extending:
                 while not self._stopping and not self._is_over(idle):
                     self._change.clear()
-                    self._hand_out(subscription)
+                    self._hand_out()
                     for task in (receiving, extending):
                         if task.done():
                             task.result()  # lost
@@ -276,19 +280,21 @@ class SubscriptionIntake:
         finally:
             self._change.set()
 
-    def _hand_out(self, subscription: Subscription) -> None:
+    def _hand_out(self) -> None:
         for task in [task for task in self._working if task.done()]:
             del self._working[task]
             task.result()  # an error here is ours, and no handler's
-        self._make_room(subscription)
         while self._begin_one():
             pass
 
     def _begin_one(self) -> bool:
         """Let a hand take messages of a tenant that may have one; false if there is none."""
         subscription = self._subscription
+        if subscription is None or self._stopping:
+            return False
+        self._make_room(subscription)
         free = [tenant for tenant in self._window.ready() if self._hands.is_free(tenant)]
-        if not free or subscription is None or self._stopping:
+        if not free:
             return False
         tenant, most = free[0], self._flow.batch
         if self._progress.is_held(tenant) and not self._progress.everything_fails:
@@ -304,17 +310,35 @@ class SubscriptionIntake:
 
     def _make_room(self, subscription: Subscription) -> None:
         """If a tenant has more than half of a full window, and waits for its turn, the others need the room: its
-        messages go on by their lanes.
+        messages go on by their lanes. So do those that wait behind one that takes long, and that one before them.
         """
-        if not self._is_full or self._making_room or self._progress.everything_fails or not self._hands.is_shared:
+        if not self._is_full or self._making_room or self._progress.everything_fails:
             return
         [(tenant, count)] = self._window.tenants.most_common(1)
-        oldest = self._window.oldest(tenant)
-        if 2 * count <= self._window.count or oldest is None or clock.current().monotonic() - oldest.since < LONG_WAIT:
+        if 2 * count <= self._window.count:
             return
-        works = self._window.take(tenant, SPILLED_AT_ONCE)
-        self._making_room = True
-        self._begin(subscription, works, partial(self._spill_untried, works)).add_done_callback(self._made_room)
+        oldest = self._window.oldest(tenant)
+        if oldest is None:
+            self._interrupt(tenant, LONG_WAIT if self._hands.is_shared else HANGING)
+        elif self._hands.is_shared and clock.current().monotonic() - oldest.since >= LONG_WAIT:
+            works = self._window.take(tenant, SPILLED_AT_ONCE)
+            self._making_room = True
+            self._begin(subscription, works, partial(self._spill_untried, works)).add_done_callback(self._made_room)
+
+    def _interrupt(self, tenant: str | None, patience: float) -> None:
+        """End the attempt of a tenant that keeps the most messages waiting, if it has taken so long: they cannot go to
+        their lane before it is undone and has gone there itself.
+        """
+        until = clock.current().monotonic() - patience
+        waiting = {
+            attempt: sum(map(self._window.waiting_in, {work.line for work in works}))
+            for attempt, (works, since) in self._attempts.items()
+            if works[0].tenant == tenant and since <= until
+        }
+        attempt = max(waiting, key=waiting.__getitem__, default=None)
+        if attempt is not None and waiting[attempt]:
+            del self._attempts[attempt]
+            attempt.reschedule(asyncio.get_running_loop().time())
 
     @property
     def _is_full(self) -> bool:
@@ -370,7 +394,11 @@ class SubscriptionIntake:
             return _Left([work for work in works if id(work) not in spilled], left.delays)
         tried, untried = _up_to_suspects(works)
         tried, untried = tried[: self._flow.batch], [*tried[self._flow.batch :], *untried]
-        processed = await self._processor.process(tried)
+        processed = await self._try(tried)
+        if processed is None:
+            for line in dict.fromkeys(work.line for work in tried):
+                works += window.more_of(line, SPILLED_AT_ONCE)
+            return await self._spill_untried(works)
         if any(trouble.known_by is KnownBy.CONTENT for _, trouble in processed.failed):
             # Where one cannot be read there may be thousands, and a transaction for each of them takes long.
             more = window.take(tenant, SPILLED_AT_ONCE)
@@ -389,6 +417,19 @@ class SubscriptionIntake:
             works += more
             left.add(await self._spill_untried(more))
         return left
+
+    async def _try(self, works: Sequence[Work]) -> Processed | None:
+        """Let messages take effect. None if they were interrupted, to make room: nothing of it is there then, unless it
+        has just committed.
+        """
+        try:
+            async with asyncio.timeout(None) as attempt:
+                self._attempts[attempt] = works, clock.current().monotonic()
+                return await self._processor.process(works)
+        except TimeoutError:
+            return None
+        finally:
+            self._attempts.pop(attempt, None)
 
     async def _see_to(self, processed: Processed) -> _Left:
         """What is to be tried again, after what is not was spilled."""

@@ -116,6 +116,10 @@ class Window:
                     del self._behind[line]
         return taken
 
+    def waiting_in(self, line: Line) -> int:
+        """How many messages of a line are not taken."""
+        return len(self._lines.get(line, ()))
+
     def oldest(self, tenant: str | None) -> Work | None:
         """The message of a tenant that has waited for its turn for the longest time."""
         line = next(iter(self._ready.get(tenant, ())), None)
