@@ -101,9 +101,9 @@ async def dead_letters(box: Pillarbox, **wanted: Any) -> list[DeadLetter]:
     return [letter async for letter in box.dead_letters(**wanted)]
 
 
-async def ask_for(box: Pillarbox, action: Action, consumer: str = "answers") -> int:
+async def ask_for(box: Pillarbox, action: Action, consumer: str = "answers", *events: UUID) -> int:
     """Redrive or discard what has failed in the lanes of a consumer, as an operator does; how many are meant."""
-    selection = Selection(action, Filter(route=f"consumer:{consumer}", direction=Direction.INBOUND))
+    selection = Selection(action, Filter(route=f"consumer:{consumer}", direction=Direction.INBOUND), events)
     async with box.engine.begin() as connection:
         run = await connection.run_sync(operations.request, selection, ANNA, Run(), 1_000)
     return run.requested

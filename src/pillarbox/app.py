@@ -53,7 +53,7 @@ from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
 from .report import count_new
 from .retry import RetryPolicy
-from .route import Route, Router, check_key, check_routes, check_transports, topic_pattern
+from .route import OnFailure, Route, Router, check_key, check_routes, check_transports, topic_pattern
 from .stores import SqlStore, sqlite, store_on, streaming_on
 from .stores.apart import Apart, transaction
 from .stores.dead_letters import dead_letters
@@ -379,6 +379,8 @@ class Pillarbox:
         patience: float = Terms.patience,
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
+        on_failure: OnFailure = Terms.on_failure,
+        max_spilled: int = Terms.max_spilled,
     ) -> Consumer:
         """A consumer: give it handlers by ``@consumer.on(...)``, and let it ``run``.
 
@@ -395,7 +397,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
+            terms=Terms(retry, timeout, patience, retention, tuple(ignores), on_failure, max_spilled),
         )
         return consumer
 
@@ -415,6 +417,8 @@ class Pillarbox:
         patience: float = Terms.patience,
         retention: timedelta = Terms.retention,
         ignores: Sequence[str] = (),
+        on_failure: OnFailure = Terms.on_failure,
+        max_spilled: int = Terms.max_spilled,
         cache: Cache | None = None,
     ) -> ProjectionConsumer:
         """A consumer whose effects are the rows of a projection; its name is that of the projection. A ``cache``, which
@@ -431,7 +435,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, timeout, patience, retention, tuple(ignores)),
+            terms=Terms(retry, timeout, patience, retention, tuple(ignores), on_failure, max_spilled),
         )
         return consumer
 

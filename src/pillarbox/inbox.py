@@ -106,8 +106,8 @@ class Inbox(Protocol):
         """
         ...
 
-    def has_claims(self, connection: Any, claims: int) -> bool:
-        """Whether anything is spilled."""
+    def has_claims(self, connection: Any, claims: int, beyond: int = 0) -> bool:
+        """Whether more than so many messages are spilled."""
         ...
 
     def prune(self, connection: Any, consumer: int, older_than: timedelta, limit: int) -> int:

@@ -38,6 +38,7 @@ MAX_TENANT_BYTES = 200
 MAX_TOPIC = 400
 
 KeyOf = Callable[[Any], str]
+OnFailure = FailurePolicy | Literal["park", "skip"]
 
 
 class Route:
@@ -61,7 +62,7 @@ class Route:
         codec: str = "json",
         version: int | None = None,
         shard_by: Literal["key", "tenant"] = "key",
-        on_failure: FailurePolicy | Literal["park", "skip"] = FailurePolicy.PARK,
+        on_failure: OnFailure = FailurePolicy.PARK,
         retry: RetryPolicy | None = None,
         copy: bool = False,
     ) -> None:
@@ -270,13 +271,13 @@ class Router:
             self._records = tuple(route.record for route in (*self._routes, *self._handlers.values()))
         return self._records
 
-    def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy) -> None:
+    def feed(self, consumer: str, kinds: Sequence[EventType], retry: RetryPolicy, on_failure: OnFailure) -> None:
         """Deliver these events, and no others, to a consumer of this process, by a route of its own."""
         for routes in self._handled.values():
             routes[:] = [route for route in routes if route.topic != consumer]
         names = sorted({kind.name for kind in kinds})
         route = Route(
-            *names, to=LOCAL, topic=consumer, name=f"{LOCAL}:{consumer}", retry=retry, on_failure=FailurePolicy.SKIP
+            *names, to=LOCAL, topic=consumer, name=f"{LOCAL}:{consumer}", retry=retry, on_failure=on_failure
         )
         self._handlers[consumer] = route
         for name in names:

@@ -14,11 +14,13 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import func, select
 
-from pillarbox import Message, MessageContext, Pillarbox, Reject, RetryPolicy, UnitOfWork
+from pillarbox import Message, MessageContext, Pillarbox, Poison, Reject, RetryPolicy, UnitOfWork
+from pillarbox.cli import doctor
 from pillarbox.consumers import intake
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination
+from pillarbox.errors import RouteError
 from pillarbox.outbox import Status
 from pillarbox.stores.operations import Action
 from pillarbox.stores.tables import claims, failures
@@ -414,6 +416,89 @@ async def publish(box: Pillarbox, consumer: Consumer, *questions: tuple[str, int
     async with box.unit_of_work(tenant=tenant) as uow:
         for subject, number in questions:
             uow.publish(Asked(subject=subject, number=number), key=subject)
+
+
+@pytest.mark.dialects
+@pytest.mark.parametrize("action", ["redrive", "edit", "discard"])
+@pytest.mark.parametrize(
+    "error", [LookupError("a bug"), Reject("not one"), Poison("never")], ids=["bug", "reject", "poison"]
+)
+async def test_a_key_that_parks_waits_for_a_person_behind_what_has_failed(
+    box: Pillarbox, error: Exception, action: str
+) -> None:
+    consumer = answering(box, on_failure="park", retry=RetryPolicy(base=0.001, cap=0.01, attempts=2))
+    mood = moody(consumer)
+    mood.raises = lambda event: error if (event.subject, event.number) == ("a", 1) else None
+    failing = (await ask(box, *[("a", number) for number in range(4)], ("b", 0)))[1]
+    while not await dead_letters(box):
+        await consumer.drain()
+    await ask(box, ("a", 4), ("b", 1))
+    await consumer.drain()
+    assert (of("a", await effects(box)), of("b", await effects(box))) == ([0], [0, 1])
+    mood.raises = lambda _event: None
+    if action == "edit":
+        await edit(box, failing.event_id, b'{"subject": "a", "number": 10}')
+    else:
+        assert await ask_for(box, Action(action), consumer.name, failing.event_id) == 1
+    await consumer.drain()
+    assert of("a", await effects(box)) == [0, *{"redrive": [1], "edit": [10], "discard": []}[action], 2, 3, 4]
+    assert (await waiting(box), await dead_letters(box)) == (0, [])
+
+
+async def test_a_key_that_parks_waits_in_the_lanes_of_the_outbox_too(box: Pillarbox) -> None:
+    consumer = inside(box, on_failure="park")
+    mood = moody(consumer)
+    mood.raises = lambda event: Reject("not one") if event.number == 1 else None
+    await publish(box, consumer, *[("a", number) for number in range(3)], ("b", 0))
+    await consumer.drain()
+    assert (of("a", await effects(box)), of("b", await effects(box))) == ([0], [0])
+
+
+async def test_a_stranger_parks_no_key(box: Pillarbox, broker: MemoryTransport) -> None:
+    """Its tenant cannot be believed, so nobody waits for what it says."""
+    await ask(box, ("a", 1))
+    [sent] = broker.sent(TOPIC)
+    consumer = box.consumer("strangers", source="broker", topics=["of-{tenant}"], retry=QUICKLY, on_failure="park")
+    handled = asyncio.Event()
+    consumer.on(Asked)(lambda event: handled.set() if event.number else None)
+    forged = Message("of-other", "a", sent.body, {**sent.headers, "event_id": str(uuid4())})
+    await broker.send("somebody", [forged, Message("of-acme", "a", sent.body, sent.headers)])
+    await consumer.drain()
+    assert len(await dead_letters(box)) == 1
+    assert (handled.is_set(), await waiting(box, gate=True)) == (True, 0)
+
+
+async def test_a_policy_for_failures_is_park_or_skip(box: Pillarbox) -> None:
+    with pytest.raises(RouteError, match="on_failure is 'park' or 'skip', got 'panic'"):
+        answering(box, on_failure="panic")
+
+
+@pytest.mark.dialects
+async def test_nothing_is_received_when_as_many_wait_as_may(box: Pillarbox, caplog: pytest.LogCaptureFixture) -> None:
+    consumer = answering(box, max_spilled=3, max_messages=3)
+    mood = moody(consumer)
+    mood.raises = lambda event: AWAY if event.subject == "a" else None
+    await ask(box, *[("a", number) for number in range(4)])
+    await receive(consumer)
+    await ask(box, ("b", 0))
+    assert not consumer.status()["full"]
+    running = asyncio.create_task(consumer.run())
+    async with asyncio.timeout(PATIENCE):
+        await until(lambda: consumer.status()["full"])
+        assert not consumer.healthy
+        [check] = await doctor._room(box)
+        assert "3 messages wait for answers: it receives nothing more" in check.found
+        mood.raises = lambda _event: None
+        await until(lambda: consumer.status()["handled"] == 5)
+        await until(lambda: consumer.healthy)
+    consumer.stop()
+    await running
+    assert await doctor._room(box) == []
+    assert [record.getMessage() for record in caplog.records if "lanes" in record.getMessage()] == [
+        "consumer answers: 3 messages wait in its lanes: none is received",
+        "consumer answers: there is room in its lanes again",
+    ]
+    assert of("a", await effects(box)) == [*range(4)]
 
 
 FAILING, KEYS, HEALTHY = 300, 150, 20

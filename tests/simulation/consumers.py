@@ -458,7 +458,7 @@ class ConsumerWorld(Course):
         effects.add([Noted, NotedAnew] if self.deployed else [Noted], self.handle)
         report, progress = ConsumerReport(NAME, home.signals), Progress(PATIENCE)
         reader, hands = Reader(NAME, effects, home.codecs), Hands(self._flow.concurrency)
-        spiller = Spiller(NAME, home.as_home, self.database.inbox, _identify, self._retry)
+        spiller = Spiller(NAME, home.as_home, self.database.inbox, _identify, retry=self._retry, on_failure="skip")
         processor = Processor(
             NAME,
             home.as_home,

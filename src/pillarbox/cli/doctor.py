@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from shlex import quote
 
 import click
 from sqlalchemy import Connection, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from ..app import Pillarbox
 from ..consumers.home import OUTBOX
@@ -75,12 +77,14 @@ class Check:
 def command(config: Path | None, as_json: bool, box: str | None) -> None:
     """Examine the database, relays, lanes and consumers. Exits with 1 if there is a problem; warnings do not count.
 
-    With MODULE:BOX, also what only your code knows: how long the inboxes of its consumers remember.
+    With MODULE:BOX, also what only your code knows: how long the inboxes of its consumers remember, and whether as many
+    messages wait for a consumer as may.
     """
     settings = load_settings(config)
     loaded = None if box is None else load_box(box)
     checks = run(_examine(settings))
     if loaded is not None:
+        checks += run(_room(loaded))
         checks += run(_retention(loaded))
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
@@ -373,6 +377,18 @@ def _dead_letters(connection: Connection) -> Iterator[Check]:
     for consumer, count in count_dead_letters(connection).items():
         remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
         yield Check("dead letters", State.WARNING, f"{number(count, 'dead letter')} of {consumer}", remedy)
+
+
+async def _room(box: Pillarbox) -> list[Check]:
+    """Consumers that receive nothing more. What is wrong with the database is told by the other checks."""
+    found = []
+    with suppress(SQLAlchemyError, StoreError):
+        for name, consumer in box.consumers.items():
+            if await consumer.has_full_lanes():
+                what = f"{number(consumer.terms.max_spilled, 'message')} wait for {name}: it receives nothing more"
+                remedy = f"see `pillarbox outbox list --inbound --route {quote(f'consumer:{name}')}` for what fails"
+                found.append(Check("consumers", State.PROBLEM, what, remedy))
+    return found
 
 
 async def _retention(box: Pillarbox) -> list[Check]:

@@ -26,9 +26,10 @@ from .. import clock, telemetry
 from ..codec import parse_moment
 from ..errors import ConfigurationError
 from ..inbox import Inbox, consumer_id
-from ..outbox import LOCAL, stable_hash
+from ..outbox import LOCAL, FailurePolicy, stable_hash
 from ..redaction import redacted
 from ..retry import RetryPolicy
+from ..route import OnFailure
 from ..stores import inbox as stored
 from ..stores.operations import retry_now
 from ..telemetry import Sample
@@ -78,6 +79,10 @@ class Terms:
     """How long the inbox remembers. Longer than a broker may deliver again, or a dead letter be sent again."""
     ignores: Sequence[str] = ()
     """Patterns of events that may come, and that nobody here knows or wants."""
+    on_failure: OnFailure = FailurePolicy.SKIP
+    """Whether later messages of a key wait for a person behind one that has failed for good."""
+    max_spilled: int = 1_000_000
+    """How many messages may wait in its lanes before it receives nothing more: they fill its database."""
 
 
 class Consumer:
@@ -112,7 +117,9 @@ class Consumer:
         self._progress = Progress(terms.patience)
         self._flow = flow
         self._hands = Hands(flow.concurrency)
-        self._spiller = None if subscriber is None else Spiller(name, home, inbox, self.identify, terms.retry)
+        self._spiller = None
+        if subscriber is not None:
+            self._spiller = Spiller(name, home, inbox, self.identify, retry=terms.retry, on_failure=terms.on_failure)
         self._dead_letters = DeadLetterRoute.of(name, source, home)
         self._processor = Processor(
             name,
@@ -185,7 +192,7 @@ class Consumer:
     def _subscribe(self) -> None:
         self._reader.refresh()
         if self.source == OUTBOX and self.effects.kinds:
-            self._home.router.feed(self.name, [*self.effects.kinds], self.terms.retry)
+            self._home.router.feed(self.name, [*self.effects.kinds], self.terms.retry, self.terms.on_failure)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -276,6 +283,7 @@ class Consumer:
     async def _drain_each(self, idle: float) -> bool:
         """Whether anything was settled."""
         [*received, lanes] = self._intakes
+        await self._look_for_room()
         settled = [await intake.drain(idle) for intake in received]
         if self._spiller is None or await self._has_lanes_to_drain(self._spiller):
             settled.append(await lanes.drain(idle))
@@ -299,15 +307,21 @@ class Consumer:
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs, its source is available, and every tenant with waiting messages makes progress: something of
-        it was dealt with within the consumer's patience.
+        """Whether it runs, its source is available, there is room in its lanes, and every tenant with waiting messages
+        makes progress: something of it was dealt with within the consumer's patience.
         """
-        return self._running and all(it.connected for it in self._intakes) and self.progresses
+        if not self._running or self._is_full:
+            return False
+        return all(it.connected for it in self._intakes) and self.progresses
 
     @property
     def progresses(self) -> bool:
         """Whether every tenant with waiting messages makes progress."""
         return not self._standstill()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._spiller is not None and self._spiller.is_full
 
     def _standstill(self) -> dict[str | None, float]:
         return self._progress.standstill({work.tenant for work in self._at_hand()})
@@ -316,8 +330,8 @@ class Consumer:
         return [work for intake in self._intakes for work in intake.at_hand()]
 
     def status(self) -> dict[str, Any]:
-        """What it does, for health checks: ``standstill`` names the tenants without progress, "" being none. Holds no
-        keys and no payloads.
+        """What it does, for health checks: ``standstill`` names the tenants without progress, "" being none; ``full``
+        says that as many messages wait in its lanes as may. Holds no keys and no payloads.
         """
         tally = self._report.tally
         return {
@@ -328,6 +342,7 @@ class Consumer:
             "duplicates": tally.duplicates,
             "spilled": tally.spilled,
             "lag": self._lag(),
+            "full": self._is_full,
             "standstill": sorted(tenant or "" for tenant in self._standstill())[:_TENANTS_NAMED],
         }
 
@@ -369,6 +384,22 @@ class Consumer:
         await self._home.apart(
             stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
         )
+        await self._look_for_room()
+
+    async def _look_for_room(self) -> None:
+        if self._spiller is None:
+            return
+        is_full = await self.has_full_lanes()
+        if is_full is not self._spiller.is_full:
+            self._spiller.is_full = is_full
+            self._report.full(self.terms.max_spilled, is_full=is_full)
+
+    async def has_full_lanes(self) -> bool:
+        """Whether as many messages wait in its lanes as may."""
+        beyond = self.terms.max_spilled - 1
+        return self.source != OUTBOX and await self._home.apart(
+            self._inbox.has_claims, consumer_id(self.name), beyond=beyond
+        )
 
     async def _register_patiently(self, *borne: Failure) -> None:
         """A consumer may start before its database."""
@@ -408,6 +439,7 @@ class Consumer:
                 lag=self._lag(),
             )
             self._told = tally  # whatever becomes of the rest, it is not counted again
+            await self._look_for_room()
             for _ in range(PRUNED_IN_A_ROW):
                 if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
                     break

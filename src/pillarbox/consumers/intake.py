@@ -43,7 +43,7 @@ SPILLED_AT_ONCE = 500
 LONG_WAIT = 1.0
 """Seconds after which what waits in a full window makes room for other tenants."""
 HANGING = 30.0
-"""The same for what waits behind one message, where there is one tenant only: its handler may just be slow."""
+"""The same for what waits behind one message, where only one tenant is known: its handler may just be slow."""
 REDELIVERIES = 3
 """A message that came so often without being settled may have killed its consumers: its lane tries and isolates it."""
 REFUSED_IN_A_ROW = 10_000
@@ -252,7 +252,7 @@ class SubscriptionIntake:
                 self._room.clear()
                 room = self._flow.max_messages - self._window.count
                 size = self._flow.max_bytes - self._window.bytes
-                if room <= 0 or size <= 0:
+                if room <= 0 or size <= 0 or self._spiller.is_full:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LONG_WAIT):
                             await self._room.wait()
@@ -319,7 +319,9 @@ class SubscriptionIntake:
             return
         oldest = self._window.oldest(tenant)
         if oldest is None:
-            self._interrupt(tenant, LONG_WAIT if self._hands.is_shared else HANGING)
+            # Where topics name tenants, there are others, though their messages have not come yet.
+            has_others = self._hands.is_shared or any("{tenant}" in topic for topic in self._topics)
+            self._interrupt(tenant, LONG_WAIT if has_others else HANGING)
         elif self._hands.is_shared and clock.current().monotonic() - oldest.since >= LONG_WAIT:
             works = self._window.take(tenant, SPILLED_AT_ONCE)
             self._making_room = True
@@ -422,8 +424,9 @@ class SubscriptionIntake:
         """Let messages take effect. None if they were interrupted, to make room: nothing of it is there then, unless it
         has just committed.
         """
+        attempt = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as attempt:
+            async with attempt:
                 self._attempts[attempt] = works, clock.current().monotonic()
                 return await self._processor.process(works)
         except TimeoutError:
@@ -514,7 +517,7 @@ class SubscriptionIntake:
         left += [work for task, works in self._working.items() if not task.done() for work in works]
         if any(work.tries < STALLED for work in left):
             return False
-        if self._is_full:
+        if self._is_full or self._spiller.is_full:
             return True  # nothing more can come
         backlog = self.backlog()
         if backlog is not None:

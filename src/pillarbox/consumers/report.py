@@ -186,6 +186,13 @@ class ConsumerReport:
             logger.warning("consumer %s stores its position and prunes its inbox again", self._consumer)
         self._keeps_house = True
 
+    def full(self, most: int, *, is_full: bool) -> None:
+        """As many messages wait in its lanes as may, or no longer so many."""
+        if is_full:
+            logger.warning("consumer %s: %s messages wait in its lanes: none is received", self._consumer, f"{most:,}")
+        else:
+            logger.warning("consumer %s: there is room in its lanes again", self._consumer)
+
     def away(self, reason: str) -> None:
         """The source is unavailable."""
         extra = telemetry.fields(telemetry.LOG_SOURCE_AWAY, consumer=self._consumer, reason=reason)

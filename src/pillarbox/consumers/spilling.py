@@ -17,9 +17,9 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..inbox import Admission, Arrival, Claim, Inbox, Spill, consumer_id
-from ..outbox import INBOX_DESTINATION, Delivery, count_rows, shard_of, stable_hash
+from ..outbox import INBOX_DESTINATION, Delivery, FailurePolicy, count_rows, shard_of, stable_hash
 from ..retry import RetryPolicy
-from ..route import MAX_KEY_BYTES, MAX_TOPIC, Route
+from ..route import MAX_KEY_BYTES, MAX_TOPIC, OnFailure, Route
 from ..transport import Message
 from .failure import Failure
 from .home import Home
@@ -63,15 +63,24 @@ class Spiller:
     """Spills the messages of one consumer."""
 
     def __init__(
-        self, name: str, home: Home, inbox: Inbox, identify: Callable[[Connection], int], retry: RetryPolicy
+        self,
+        name: str,
+        home: Home,
+        inbox: Inbox,
+        identify: Callable[[Connection], int],
+        *,
+        retry: RetryPolicy,
+        on_failure: OnFailure,
     ) -> None:
         self.claims = consumer_id(name)
         """The number by which claims know the consumer."""
+        self.is_full = False
+        """Whether as many messages wait as may: then nothing more is received."""
         self._home = home
         self._inbox = inbox
         self._identify = identify
         self.route = Route(
-            _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure="skip", retry=retry
+            _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure=on_failure, retry=retry
         )
         home.router.add(self.route)
 
@@ -104,7 +113,7 @@ class Spiller:
                 Spill(
                     _claim_of(each),
                     delivery.event_id,
-                    gate=each.failure is None,
+                    gate=self._gates(each),
                     refused=None if each.failure is None else each.reason or "",
                 )
                 for each, delivery in zip(spilled, deliveries, strict=True)
@@ -112,6 +121,15 @@ class Spiller:
         )
         self._home.inbound.append(connection, deliveries)
         return Stored(deliveries, prepared)
+
+    def _gates(self, spilled: Spilled) -> bool:
+        """Whether later messages of its line wait for it. In the lane they do so by tenant and key: by those of a
+        message whose tenant cannot be believed, others would wait.
+        """
+        if spilled.failure is None:
+            return True
+        parks = self.route.record.on_failure is FailurePolicy.PARK
+        return parks and spilled.tenant == spilled.message.headers.get("tenant_id")
 
     def committed(self, stored: Stored) -> None:
         """The transaction that wrote it has committed."""

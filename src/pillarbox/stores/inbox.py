@@ -87,9 +87,9 @@ class SqlInbox:
         connection.execute(delete(claims_table).where(this))
         return True, found.refused
 
-    def has_claims(self, connection: Connection, claims: int) -> bool:
-        any_of_it = select(claims_table.c.line).where(claims_table.c.consumer == claims).limit(1)
-        return connection.scalar(any_of_it) is not None
+    def has_claims(self, connection: Connection, claims: int, beyond: int = 0) -> bool:
+        one_more = select(claims_table.c.line).where(claims_table.c.consumer == claims).limit(1).offset(beyond)
+        return connection.scalar(one_more) is not None
 
     def prune(self, connection: Connection, consumer: int, older_than: timedelta, limit: int) -> int:
         # The moment is a value, and no expression: an index serves no condition that could change from row to row.
