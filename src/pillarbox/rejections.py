@@ -17,6 +17,7 @@ keys are rejected three times each, and nothing is accepted meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -141,6 +142,8 @@ class Rejections:
     ) -> None:
         self._draw = draw
         self._wake = wake
+        self.suspects = asyncio.Lock()
+        """Held while a message is sent that relays may have died of."""
         self._topics: dict[tuple[str, str], Topic] = {}
         self._blocked: dict[LaneName, set[Place]] = {}
         """The blocked places of each lane. Empty as long as all is well, so that a turn costs nothing."""

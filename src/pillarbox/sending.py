@@ -477,8 +477,13 @@ class Sender:
 
     async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
-        any answer but a rejection takes it back.
+        any answer but a rejection takes it back. Other lanes wait meanwhile with theirs: if the process dies, of which
+        one is known.
         """
+        async with self._rejections.suspects:
+            return await self._send_alone(items)
+
+    async def _send_alone(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         number, row = items[0]
         self._leased.check()
         if self._leased.lane.route.retry.exhausted(row.attempts):

@@ -19,6 +19,7 @@ import random
 import resource
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -27,6 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 from uuid import UUID, uuid4
 
@@ -41,6 +43,7 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.outbox import INBOUND
 from pillarbox.stores.tables import claims, deliveries
 from pillarbox.transports.memory import MemoryTransport
+from tests.prove.victim import survive_kills
 from tests.servers import Servers
 
 DATABASES = {"postgresql": "embedded", "mariadb": "mariadb", "sqlite": "sqlite"}
@@ -57,6 +60,8 @@ MENDED = 300.0
 MOST_MEMORY = 200 * 1024
 """Kilobytes by which the process may have grown."""
 LARGE = 1_000_000
+KILLED = "killed"
+"""Another kind of trouble: the consumer is a process, and is killed while 3,000 messages are spilled."""
 
 
 class Told(IntegrationEvent, name="bulkhead.told"):
@@ -352,7 +357,8 @@ def _new_database(servers: Servers, kind: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=[*SCENARIOS])
+    scenarios = [*SCENARIOS, KILLED]
+    parser.add_argument("--scenarios", nargs="+", choices=scenarios, default=scenarios)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=["postgresql", "mariadb"])
     parser.add_argument("--seconds", type=float, default=10.0, help="for which the healthy tenants publish")
@@ -365,9 +371,15 @@ def main() -> int:
     os.environ["PILLARBOX_HOME"] = str(servers.folder / "home")
     try:
         for name, source, database in product(given.scenarios, given.sources, given.databases):
-            if source not in SCENARIOS[name].only:
+            if source not in (["pulsar"] if name == KILLED else SCENARIOS[name].only):
                 continue
             pulsar = cast(Any, servers.get("pulsar")).url if source == "pulsar" else None
+            if name == KILLED and pulsar is not None:
+                with tempfile.TemporaryDirectory(prefix="pillarbox-bulkhead-") as folder:
+                    url = _new_database(servers, DATABASES[database])
+                    uvloop.run(survive_kills(url, pulsar, Path(folder), events=3_000))
+                results[f"{name} {source} {database}"] = {"wrong": []}
+                continue
             result = uvloop.run(
                 prove(
                     partial(_new_database, servers, DATABASES[database]),

@@ -34,6 +34,7 @@ from ..stores import inbox as stored
 from ..stores.operations import retry_now
 from ..telemetry import Sample
 from ..transport import Redelivers, Subscriber, spellings_of
+from . import lives
 from .dead_letters import DeadLetterRoute
 from .failure import Failure, classify
 from .handling import Effects, Handlers
@@ -141,6 +142,7 @@ class Consumer:
         self._finished = asyncio.Event()
         self._finished.set()
         self._told = Tally()
+        self._life: str | None = None
         self._subscribe()
 
     def _make_intakes(self, processor: Processor, subscriber: Subscriber | None, retry: RetryPolicy) -> list[Intake]:
@@ -207,6 +209,7 @@ class Consumer:
                         await self._run_intakes()
             finally:
                 await self._note()
+                await self._end_life()
         finally:
             self._end()
 
@@ -407,6 +410,7 @@ class Consumer:
         while not self._stopping:
             try:
                 await self.register()
+                await self._begin_life()
                 break
             except Exception as error:
                 if classify(error) not in borne:
@@ -419,6 +423,22 @@ class Consumer:
     async def _register_and_keep_house(self) -> None:
         await self._register_patiently(Failure.TRANSIENT, Failure.UNKNOWN)  # as a relay waits for tables, too
         await self._keep_house()
+
+    async def _begin_life(self) -> None:
+        """If a process has died, it may have died of a message: those that come first are not tried before they are in
+        lanes, which find out.
+        """
+        if self._spiller is not None:
+            self._life = self._life or lives.begin()
+            died = await self._home.apart(stored.begin_life, self.name, life=self._life, has_died=lives.has_died)
+            self._spiller.untrusted = self._flow.max_messages if died else 0
+
+    async def _end_life(self) -> None:
+        if self._life is not None:
+            life, self._life = self._life, None
+            lives.end(life)
+            with suppress(Exception):  # then the next one is careful for nothing
+                await self._home.apart(stored.end_life, self.name, life=life)
 
     async def _keep_house(self) -> None:
         while True:

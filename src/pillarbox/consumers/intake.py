@@ -297,7 +297,7 @@ class SubscriptionIntake:
         if not free:
             return False
         tenant, most = free[0], self._flow.batch
-        if self._progress.is_held(tenant) and not self._progress.everything_fails:
+        if self._spiller.untrusted or (self._progress.is_held(tenant) and not self._progress.everything_fails):
             most = max(SPILLED_AT_ONCE, most)
         works = self._window.take(tenant, most)
         self._hands.begin(tenant)
@@ -385,6 +385,8 @@ class SubscriptionIntake:
     async def _handle(self, window: Window, works: list[Work]) -> _Left:
         """Let messages of one tenant take effect, or spill them. More of their lines may be added to them."""
         tenant = works[0].tenant
+        if self._spiller.untrusted:
+            return await self._spill_untried(works)
         if not self._progress.may_try(tenant):
             if self._progress.everything_fails:
                 return self._rest(works, self._progress.rest_of(tenant))

@@ -76,6 +76,8 @@ class Spiller:
         """The number by which claims know the consumer."""
         self.is_full = False
         """Whether as many messages wait as may: then nothing more is received."""
+        self.untrusted = 0
+        """How many messages are to be spilled before any is tried: a process may have died of one of them."""
         self._home = home
         self._inbox = inbox
         self._identify = identify
@@ -90,6 +92,7 @@ class Spiller:
         if stored is None:
             return 0
         self.committed(stored)
+        self.untrusted = max(0, self.untrusted - len(stored.deliveries))
         return len(stored.deliveries)
 
     def _admit_and_write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored | None:

@@ -32,6 +32,7 @@ Seen = tuple[int, bytes]
 """Schema version and digest of what was dealt with."""
 
 _MYSQL_DUPLICATE = 1062
+_LIVES_KEPT = 100
 
 
 class SqlInbox:
@@ -358,6 +359,30 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
         if any(found._mapping[column] != value for column, value in values.items()):
             connection.execute(update(consumers_table).where(this).values(updated_at=from_now(), **values))
     return int(found.generation)
+
+
+def begin_life(connection: Connection, name: str, life: str, has_died: Callable[[str], bool]) -> bool:
+    """Note that a process runs the consumer. Whether others have died that were noted; they no longer are."""
+    lives = _lives(connection, name)
+    left = [each for each in lives if not has_died(each)]
+    _note_lives(connection, name, [*left, life][-_LIVES_KEPT:])
+    return len(left) < len(lives)
+
+
+def end_life(connection: Connection, name: str, life: str) -> None:
+    """It does so no longer."""
+    _note_lives(connection, name, [each for each in _lives(connection, name) if each != life])
+
+
+def _lives(connection: Connection, name: str) -> list[str]:
+    this = consumers_table.c.id == stable_hash(name)
+    noted = connection.execute(select(consumers_table.c.running).where(this).with_for_update(key_share=True)).scalar()
+    return json.loads(noted) if noted else []
+
+
+def _note_lives(connection: Connection, name: str, lives: Sequence[str]) -> None:
+    this = consumers_table.c.id == stable_hash(name)
+    connection.execute(update(consumers_table).where(this).values(running=json.dumps(lives)))
 
 
 def report_position(

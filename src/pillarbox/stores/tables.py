@@ -202,6 +202,7 @@ consumers = Table(
     Column("lag", Double),
     Column("seen_at", Utc),
     Column("updated_at", Utc, nullable=False),
+    Column("running", LongText),
 )
 
 inbox = Table(

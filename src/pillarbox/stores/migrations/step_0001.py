@@ -255,6 +255,7 @@ def _make_receiving_end(op: Operations) -> None:
         sa.Column("lag", sa.Double),
         sa.Column("seen_at", Utc),
         sa.Column("updated_at", Utc, nullable=False),
+        sa.Column("running", LongText),
     )
     # Every message that comes in pays for this row, so it is narrow: no name, no number of its own.
     _make_table(
