@@ -276,9 +276,7 @@ class Router:
         for routes in self._handled.values():
             routes[:] = [route for route in routes if route.topic != consumer]
         names = sorted({kind.name for kind in kinds})
-        route = Route(
-            *names, to=LOCAL, topic=consumer, name=f"{LOCAL}:{consumer}", retry=retry, on_failure=on_failure
-        )
+        route = Route(*names, to=LOCAL, topic=consumer, name=f"{LOCAL}:{consumer}", retry=retry, on_failure=on_failure)
         self._handlers[consumer] = route
         for name in names:
             self._handled.setdefault(name, []).append(route)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -12,17 +11,18 @@ from shlex import quote
 
 import click
 from sqlalchemy import Connection, select
-from sqlalchemy.exc import SQLAlchemyError
 
 from ..app import Pillarbox
 from ..consumers.home import OUTBOX
 from ..errors import NotMigratedError, StoreError
+from ..inbox import consumer_id
 from ..outbox import INBOX_DESTINATION, LOCAL, TABLES, Status
 from ..rejections import REJECTS_EVERYTHING
 from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
 from ..stores import claims, inspection, origin, overview, partitions, server
 from ..stores.dead_letters import count_dead_letters
+from ..stores.inbox import SqlInbox
 from ..stores.inbox import consumers as registered
 from ..stores.inspection import Group
 from ..stores.overview import LaneState, RelayState
@@ -82,9 +82,8 @@ def command(config: Path | None, as_json: bool, box: str | None) -> None:
     """
     settings = load_settings(config)
     loaded = None if box is None else load_box(box)
-    checks = run(_examine(settings))
+    checks = run(_examine(settings, loaded))
     if loaded is not None:
-        checks += run(_room(loaded))
         checks += run(_retention(loaded))
     counts = {f"{state}s": sum(check.state is state for check in checks) for state in (State.WARNING, State.PROBLEM)}
     text = "\n".join(map(_described, checks))
@@ -97,15 +96,15 @@ def _described(check: Check) -> str:
     return line if check.remedy is None else f"{line}\n{'':<8} {plain(check.remedy)}"
 
 
-async def _examine(settings: Settings) -> list[Check]:
+async def _examine(settings: Settings, box: Pillarbox | None) -> list[Check]:
     try:
         async with opened(settings) as engine, engine.connect() as connection:
-            return await connection.run_sync(lambda it: list(_checks(it, settings)))
+            return await connection.run_sync(lambda it: list(_checks(it, settings, box)))
     except (CommandError, StoreError) as error:
         return [Check("database", State.PROBLEM, str(error))]
 
 
-def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
+def _checks(connection: Connection, settings: Settings, box: Pillarbox | None) -> Iterator[Check]:
     yield Check("database", State.OK, f"{masked(connection.engine.url)} answers")
     yield _version(connection)
     yield from _durability(connection)
@@ -131,6 +130,8 @@ def _checks(connection: Connection, settings: Settings) -> Iterator[Check]:
     yield from _consumers(connection)
     yield from _claims(connection)
     yield from _dead_letters(connection)
+    if box is not None:
+        yield from _room(connection, box)
 
 
 def _original(connection: Connection) -> Iterator[Check]:
@@ -379,16 +380,14 @@ def _dead_letters(connection: Connection) -> Iterator[Check]:
         yield Check("dead letters", State.WARNING, f"{number(count, 'dead letter')} of {consumer}", remedy)
 
 
-async def _room(box: Pillarbox) -> list[Check]:
-    """Consumers that receive nothing more. What is wrong with the database is told by the other checks."""
-    found = []
-    with suppress(SQLAlchemyError, StoreError):
-        for name, consumer in box.consumers.items():
-            if await consumer.has_full_lanes():
-                what = f"{number(consumer.terms.max_spilled, 'message')} wait for {name}: it receives nothing more"
-                remedy = f"see `pillarbox outbox list --inbound --route {quote(f'consumer:{name}')}` for what fails"
-                found.append(Check("consumers", State.PROBLEM, what, remedy))
-    return found
+def _room(connection: Connection, box: Pillarbox) -> Iterator[Check]:
+    """Consumers that receive nothing more."""
+    for name, consumer in box.consumers.items():
+        most = consumer.terms.max_spilled
+        if SqlInbox().has_claims(connection, consumer_id(name), beyond=most - 1):
+            what = f"{number(most, 'message')} wait for {name}, as many as may: it receives nothing more"
+            remedy = f"see `pillarbox outbox list --inbound --route {quote(f'consumer:{name}')}` for what fails"
+            yield Check("waiting", State.PROBLEM, what, remedy)
 
 
 async def _retention(box: Pillarbox) -> list[Check]:

@@ -392,17 +392,11 @@ class Consumer:
     async def _look_for_room(self) -> None:
         if self._spiller is None:
             return
-        is_full = await self.has_full_lanes()
+        beyond = self.terms.max_spilled - 1
+        is_full = await self._home.apart(self._inbox.has_claims, self._spiller.claims, beyond=beyond)
         if is_full is not self._spiller.is_full:
             self._spiller.is_full = is_full
             self._report.full(self.terms.max_spilled, is_full=is_full)
-
-    async def has_full_lanes(self) -> bool:
-        """Whether as many messages wait in its lanes as may."""
-        beyond = self.terms.max_spilled - 1
-        return self.source != OUTBOX and await self._home.apart(
-            self._inbox.has_claims, consumer_id(self.name), beyond=beyond
-        )
 
     async def _register_patiently(self, *borne: Failure) -> None:
         """A consumer may start before its database."""
