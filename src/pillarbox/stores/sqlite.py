@@ -7,11 +7,18 @@ instead of failing when a read turns into a write.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine
+
+from .. import clock
+
+BUSY_SECONDS = 5.0
+"""How long others are waited for, as the driver waits for those who write."""
 
 
 def configure_transactions(engine: Engine) -> None:
@@ -25,9 +32,20 @@ async def use_write_ahead_log(engine: AsyncEngine) -> None:
     """Let readers and the writer go on side by side: without it, a forgotten cursor keeps every COMMIT out. Kept in the
     file.
     """
-    if engine.dialect.name == "sqlite":
-        async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
-            await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+    if engine.dialect.name != "sqlite":
+        return
+    until = clock.current().monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+                await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+        except OperationalError as error:
+            # SQLite waits for others by itself, but not here: a relay may have been started before the first migration.
+            if "locked" not in str(error.orig) or clock.current().monotonic() > until:
+                raise
+            await asyncio.sleep(BUSY_SECONDS / 100)
+        else:
+            return
 
 
 def for_reading(engine: AsyncEngine) -> AsyncEngine:
