@@ -77,7 +77,7 @@ class LeftOut(NamedTuple):
 
 
 class EventsFailedError(Exception):
-    """Some events of several failed by themselves, and nothing was written for any: the others may go on without these."""
+    """Some events of several failed by themselves, and nothing was written: the others may go on without these."""
 
     def __init__(self, errors: Mapping[int, Exception]) -> None:
         super().__init__("; ".join(f"{type(error).__name__}: {error}" for error in errors.values()))

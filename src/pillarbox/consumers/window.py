@@ -118,7 +118,7 @@ class Window:
 
     def waiting_in(self, line: Line) -> int:
         """How many messages of a line are not taken."""
-        return len(self._lines.get(line, ()))
+        return (line in self._first) + len(self._behind.get(line, ()))
 
     def oldest(self, tenant: str | None) -> Work | None:
         """The message of a tenant that has waited for its turn for the longest time."""
