@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import UUID
@@ -366,15 +366,27 @@ def _key_not_held_after_a_failure(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Window, "done", done)
 
 
-@mutant("C5 order", ordered=True, batch=8)
+@mutant("C5 order", seed=6, ordered=True, batch=8)
 def _rest_of_a_key_tried_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    async def one_by_one(self: Processor, works: Sequence[Work]) -> Processed:
+    async def in_turn(self: Processor, parts: Sequence[Sequence[Work]]) -> Processed:
         processed = Processed()
-        for work in works:
-            processed.add(await self.process([work]))
+        for part in parts:
+            processed.add(await self.process(part))
         return processed
 
-    patch.setattr(Processor, "_one_by_one", one_by_one)
+    patch.setattr(Processor, "_in_turn", in_turn)
+
+
+@mutant("C5 order", seed=10, ordered=True, batch=8)
+def _rest_of_a_key_goes_on_without_one_that_failed(patch: pytest.MonkeyPatch) -> None:
+    async def without(self: Processor, works: Sequence[Work], errors: Mapping[int, Exception]) -> Processed:
+        others = [work for work in works if id(work) not in errors]
+        processed = await self.process(others) if others else Processed()
+        failed = [work for work in works if id(work) in errors]
+        processed.failed += [(work, self._failed(work, errors[id(work)])) for work in failed]
+        return processed
+
+    patch.setattr(Processor, "_without", without)
 
 
 @mutant("C5 order", seed=8, ordered=True)

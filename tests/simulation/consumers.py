@@ -19,7 +19,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from pillarbox.consumers.dead_letters import DeadLetterRoute
-from pillarbox.consumers.handling import Handlers, MessageContext
+from pillarbox.consumers.handling import EventsFailedError, Handlers, Incoming, MessageContext
 from pillarbox.consumers.hands import Hands
 from pillarbox.consumers.intake import Flow, Intake, SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination, LaneIntake
@@ -101,6 +101,23 @@ class SeededRetry(RetryPolicy):
 
     def delay(self, attempt: int, draw: Callable[[], float] = random.random) -> float:  # noqa: ARG002  ours counts
         return super().delay(attempt, self.source)
+
+
+class Collecting(Handlers):
+    """Says which of several events have failed, as a projection does."""
+
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+        errors: dict[int, Exception] = {}
+        for place, one in enumerate(incoming):
+            try:
+                await super().apply(uow, [one])
+            except Exception as error:
+                if len(incoming) == 1:
+                    raise
+                errors[place] = error
+        if errors:
+            raise EventsFailedError(errors)
+        return ()
 
 
 class SimulatedConsumer:
@@ -188,6 +205,7 @@ class ConsumerWorld(Course):
         if self.draw.random() < 0.2:
             self._keys.append((None, ""))
         self._deadly = seed % 10 == 7
+        self._collects = seed % 3 == 1
         self._lots = lots
         self._is_over = False
 
@@ -454,7 +472,7 @@ class ConsumerWorld(Course):
     def _begin(self, life: Life) -> None:
         wire = Wire(self.chaos, life)
         home = SimulatedHome(self.database, self.chaos, life, wire)
-        effects = Handlers()
+        effects = Collecting() if self._collects else Handlers()
         effects.add([Noted, NotedAnew] if self.deployed else [Noted], self.handle)
         report, progress = ConsumerReport(NAME, home.signals), Progress(PATIENCE)
         reader, hands = Reader(NAME, effects, home.codecs), Hands(self._flow.concurrency)
