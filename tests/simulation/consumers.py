@@ -149,6 +149,10 @@ class SimulatedConsumer:
         for intake in self._intakes:
             intake.stop()
 
+    def at_hand(self) -> list[Message]:
+        """What was received and is not settled."""
+        return [work.message for intake in self._intakes for work in intake.at_hand()]
+
 
 class ConsumerWorld(Course):
     """Everything that a seed stands for.
@@ -255,8 +259,9 @@ class ConsumerWorld(Course):
 
     def _deploy(self) -> None:
         self.chaos.note("deployed")
-        spilled = (self.sent[self._mark(stored)] for stored in self.database.store.rows())
-        self.unread = {sent.mark for sent in spilled if sent.message.headers["schema_version"] == "v2"}
+        spilled = [stored.row.headers for stored in self.database.store.rows()]
+        at_hand = [message.headers for life in self.living for message in life.relay.at_hand()]  # or just being spilled
+        self.unread = {int(headers[MARK]) for headers in spilled + at_hand if headers["schema_version"] == "v2"}
         self.deployed = True
         for life in self.living:
             life.relay.on(NotedAnew, self.handle)

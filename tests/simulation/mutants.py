@@ -98,7 +98,7 @@ def _lease_never_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_is_free", lambda _self, lane, _now: not lane.paused and lane.locked_by is None)
 
 
-@mutant("lease", seed=335)
+@mutant("lease", seed=5)
 def _release_without_fence(patch: pytest.MonkeyPatch) -> None:
     release = MemoryStore.release
 
@@ -131,7 +131,7 @@ def _deadline_after_the_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Relay, "_deadline", lambda self, before: before + 2 * self._pacing.lease)
 
 
-@mutant("I3", seed=39, numbered=True, watched=False, focus=("amend", ["pause"]))
+@mutant("I3", seed=787, numbered=True, watched=False, focus=("amend", ["pause"]))
 def _check_before_open(patch: pytest.MonkeyPatch) -> None:
     """A broker that gives a name to whoever asks, and no deadline of our own: these layers hide it. Rejections bring it
     out.
