@@ -37,6 +37,8 @@ LARGE = 65_536
 """From here on a message that is larger than any acknowledged one goes alone: a broker that cuts the connection on
 oversize looks like an outage, and must not take innocent messages with it."""
 
+SUSPECT_SECONDS = 5.0
+"""How long a message that relays may have died of waits for such a one of another lane."""
 DEADLY_TRIES = 3
 """A batch that so many relays died of is sent one message at a time, at least in the beginning."""
 
@@ -477,11 +479,19 @@ class Sender:
 
     async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
-        any answer but a rejection takes it back. Other lanes wait meanwhile with theirs: if the process dies, of which
-        one is known.
+        any answer but a rejection takes it back. Other lanes wait meanwhile with theirs, though not for ever: if the
+        process dies, of which one is known.
         """
-        async with self._rejections.suspects:
+        suspects = self._rejections.suspects
+        try:
+            async with asyncio.timeout(SUSPECT_SECONDS):
+                await suspects.acquire()
+        except TimeoutError:  # one that hangs must not hold up all of them
             return await self._send_alone(items)
+        try:
+            return await self._send_alone(items)
+        finally:
+            suspects.release()
 
     async def _send_alone(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
         number, row = items[0]

@@ -468,6 +468,24 @@ async def test_a_stranger_parks_no_key(box: Pillarbox, broker: MemoryTransport) 
     assert (handled.is_set(), await waiting(box, gate=True)) == (True, 0)
 
 
+@pytest.mark.parametrize("batch", [1, 10])
+async def test_what_cannot_be_read_parks_those_behind_it_and_none_before_it(
+    box: Pillarbox, broker: MemoryTransport, batch: int
+) -> None:
+    await ask(box, ("z", 0), *[("a", number) for number in range(1, 4)])
+    strange, first, second, third = sorted(broker.sent(TOPIC), key=lambda it: (it.key != "z", it.body))
+    consumer = box.consumer(
+        "parking", source="broker", topics=["parking"], batch=batch, concurrency=1, retry=QUICKLY, on_failure="park"
+    )
+    numbers = list[int]()
+    consumer.on(Asked)(lambda event: numbers.append(event.number))
+    bodies = [(strange, b"not json"), (first, first.body), (second, b"not json"), (third, third.body)]
+    await broker.send("somebody", [Message("parking", it.key, body, it.headers) for it, body in bodies])
+    await consumer.drain()
+    assert numbers == [1]
+    assert sorted(letter.message.key for letter in await dead_letters(box)) == ["a", "z"]
+
+
 async def test_a_policy_for_failures_is_park_or_skip(box: Pillarbox) -> None:
     with pytest.raises(RouteError, match="on_failure is 'park' or 'skip', got 'panic'"):
         answering(box, on_failure="panic")

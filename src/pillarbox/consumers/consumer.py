@@ -137,6 +137,8 @@ class Consumer:
         self._intakes = self._make_intakes(self._processor, subscriber, terms.retry)
         self._running = False
         self._stopping = False
+        self._is_served = False
+        """Whether it works for relays, and not because it was told to `run` or to `drain`."""
         self._relays = 0
         """How many bring messages to `destination`, besides any of our own."""
         self._finished = asyncio.Event()
@@ -218,6 +220,7 @@ class Consumer:
         """Work as long as the block does, for a relay that sends to `destination`: there may be several at a time."""
         if not self._running:
             self._begin()
+            self._is_served = True
         self._relays += 1
         try:
             if draining:
@@ -234,7 +237,9 @@ class Consumer:
                     await self.destination.finish()
                     await self._note()
                 finally:
-                    self._end()
+                    if self._is_served and not self._relays:  # another may have come meanwhile
+                        self._is_served = False
+                        self._end()
 
     async def _run_intakes(self) -> None:
         """Until all have come to their end. If one fails, so do the others."""

@@ -365,6 +365,7 @@ class SubscriptionIntake:
         settled = [work for work in works if id(work) not in remaining]
         if settled:
             self._settled += len(settled)
+            self._spiller.untrusted = max(0, self._spiller.untrusted - len(settled))
             try:
                 await subscription.ack(_received(settled))
             except OSError as error:  # they come again, and the inbox knows them
@@ -404,12 +405,7 @@ class SubscriptionIntake:
                 works += window.more_of(line, SPILLED_AT_ONCE)
             return await self._spill_untried(works)
         if any(trouble.known_by is KnownBy.CONTENT for _, trouble in processed.failed):
-            # Where one cannot be read there may be thousands, and a transaction for each of them takes long.
-            more = window.take(tenant, SPILLED_AT_ONCE)
-            works += more
-            troubles = [(work, self._processor.unreadable(work)) for work in more]
-            processed.failed += [(work, trouble) for work, trouble in troubles if trouble is not None]
-            processed.left += [work for work, trouble in troubles if trouble is None]
+            works += self._look_for_more(window, tenant, processed)
         left = await self._see_to(processed)
         left.works += untried
         waiting = {work.line for work in left.works}
@@ -435,6 +431,19 @@ class SubscriptionIntake:
             return None
         finally:
             self._attempts.pop(attempt, None)
+
+    def _look_for_more(self, window: Window, tenant: str | None, processed: Processed) -> list[Work]:
+        """Where one message cannot be read there may be thousands, and a transaction for each of them takes long."""
+        more = window.take(tenant, SPILLED_AT_ONCE)
+        readable = set[Line]()
+        for work in more:
+            trouble = None if work.line in readable else self._processor.unreadable(work)
+            if trouble is None:  # those behind it must not pass it
+                readable.add(work.line)
+                processed.left.append(work)
+            else:
+                processed.failed.append((work, trouble))
+        return more
 
     async def _see_to(self, processed: Processed) -> _Left:
         """What is to be tried again, after what is not was spilled."""

@@ -219,6 +219,12 @@ class Processor:
         now = clock.current().monotonic()
         for work in works:
             self._gated.setdefault(work.line, now)
+        self._forget_gates()
+
+    def _forget_gates(self) -> None:
+        """Not one by one from the front: a dict looks at all that were deleted there before."""
+        if len(self._gated) > 2 * _GATED_KEPT:
+            self._gated = dict([*self._gated.items()][-_GATED_KEPT:])
 
     def unreadable(self, work: Work) -> Trouble | None:
         """Why a message cannot be read; None if it can, or if that has to be tried."""
@@ -240,14 +246,19 @@ class Processor:
 
     async def _together(self, works: Sequence[Work]) -> Processed:
         """All that can be read in one transaction, or nothing."""
-        processed = Processed()
+        processed, stopped = Processed(), set[Line]()
         opened: list[_Readable] = []
         for work in works:
+            if work.line in stopped:
+                processed.left.append(work)
+                continue
             found = self._open(work)
             if isinstance(found, _Readable):
                 opened.append(found)
             elif found is not None:
                 processed.failed.append((work, found))
+                if self._spiller is not None and self._spiller.parks:  # those behind it wait for it in the lane
+                    stopped.add(work.line)
             else:
                 if work.claim is not None:
                     await self._home.apart(self._redeemed, work)
@@ -336,8 +347,7 @@ class Processor:
             self._gated[line] = since = now if now - since > GATED_AGAIN else since
             if now - since < GATE_SECONDS:
                 waits.add(line)
-        while len(self._gated) > _GATED_KEPT:
-            del self._gated[next(iter(self._gated))]
+        self._forget_gates()
         if waits:
             raise _GatedError(waits)
 

@@ -8,6 +8,7 @@ it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from .. import clock
 from ..retry import RetryPolicy
 
 MANY_LINES = 20
-_LINES_KEPT, _BAD_KEPT = 100, 1_000
+_LINES_KEPT, _BAD_KEPT = 100, 500
 _TENANTS_KEPT = 10_000
 PROBES = RetryPolicy(base=0.25, cap=4.0)
 WELL_SECONDS = 600.0
@@ -31,6 +32,8 @@ class _Failing:
     """A tenant since something of it last took effect."""
 
     lines: set[Hashable] = field(default_factory=set)
+    again: set[Hashable] = field(default_factory=set)
+    """Those that have failed lately, while others took effect: that they fail again says nothing of the tenant."""
     probes: int = 0
     next_probe: float = 0.0
     failed_at: float = 0.0
@@ -54,8 +57,8 @@ class Progress:
         """Whether a tenant may be held: a drain tries every key."""
         self._patience = patience
         self._failing: dict[str | None, _Failing] = {}
-        self._bad: dict[str | None, dict[Hashable, None]] = {}
-        """Lines of each tenant that have failed while others took effect: if they fail again, that says nothing."""
+        self._bad: dict[str | None, dict[Hashable, float]] = {}
+        """Lines of each tenant that have failed while others took effect, and when these did."""
         self._well: dict[str | None, float] = {}
         """When something of each tenant last took effect that has not failed since."""
         self._waits_since: dict[str | None, float] = {}
@@ -63,14 +66,16 @@ class Progress:
 
     def succeeded(self, tenant: str | None) -> None:
         """Something of this tenant took effect."""
+        now = clock.current().monotonic()
         self._well.pop(tenant, None)
-        self._well[tenant] = clock.current().monotonic()  # the newest is last
+        self._well[tenant] = now  # the newest is last
         _forget_first(self._well)
         if self._failing and (failing := self._failing.pop(tenant, None)) is not None:
-            bad = self._bad.setdefault(tenant, {})
-            bad.update(dict.fromkeys(failing.lines))
-            for line in [*bad][: len(bad) - _BAD_KEPT]:
-                del bad[line]
+            # Only what failed since the last effect: in an outage nothing stays bad, and all of it tells.
+            known = self._bad.pop(tenant, {})
+            bad = {line: at for line, at in known.items() if now - at < RECENT and line not in failing.again}
+            bad |= dict.fromkeys(failing.lines | failing.again, now)
+            self._bad[tenant] = dict([*bad.items()][-_BAD_KEPT:])
             _forget_first(self._bad)
         self._waits_since.pop(tenant, None)
 
@@ -83,9 +88,10 @@ class Progress:
         self._well.pop(tenant, None)
         failing = self._failing.setdefault(tenant, _Failing())
         _forget_first(self._failing)
-        failing.failed_at = clock.current().monotonic()
-        if len(failing.lines) < _LINES_KEPT and line not in self._bad.get(tenant, ()):
-            failing.lines.add(line)
+        failing.failed_at = now = clock.current().monotonic()
+        lines = failing.again if now - self._bad.get(tenant, {}).get(line, -math.inf) < RECENT else failing.lines
+        if len(lines) < _LINES_KEPT:
+            lines.add(line)
         if failing.is_suspicious:
             failing.put_off()
 

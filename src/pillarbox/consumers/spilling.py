@@ -84,6 +84,8 @@ class Spiller:
         self.route = Route(
             _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure=on_failure, retry=retry
         )
+        self.parks = on_failure == "park"
+        """Whether the rest of a key waits behind a message that has failed for good."""
         home.router.add(self.route)
 
     async def spill(self, spilled: Sequence[Spilled]) -> int:
@@ -92,7 +94,6 @@ class Spiller:
         if stored is None:
             return 0
         self.committed(stored)
-        self.untrusted = max(0, self.untrusted - len(stored.deliveries))
         return len(stored.deliveries)
 
     def _admit_and_write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored | None:
