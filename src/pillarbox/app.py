@@ -386,7 +386,7 @@ class Pillarbox:
 
         ``source`` is the name of a transport that can be subscribed to, or such a subscriber, with its ``topics``; or
         ``"outbox"``, for events of this box itself, without a broker. The name is that of the group and of the inbox:
-        keep it for ever. ``batch`` messages share a transaction; if it fails they are tried one by one, so a handler
+        keep it for ever. ``batch`` messages share a transaction; if it fails they are tried in halves, so a handler
         may then be called again for an event, and its effects stay once. ``ignores`` are patterns of events that may
         come and that are not known here; all other unknown ones become dead letters.
         """
