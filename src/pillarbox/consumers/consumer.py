@@ -430,7 +430,8 @@ class Consumer:
         if self._spiller is not None:
             self._life = self._life or lives.begin()
             died = await self._home.apart(stored.begin_life, self.name, life=self._life, has_died=lives.has_died)
-            self._spiller.untrusted = self._flow.max_messages if died else 0
+            at_work = self._flow.concurrency * self._flow.batch
+            self._spiller.untrusted = at_work if died else 0
 
     async def _end_life(self) -> None:
         if self._life is not None:
