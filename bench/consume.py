@@ -4,7 +4,7 @@ The floor is what a team writes with asyncpg, on one connection, for each 500 me
 an inbox, an upsert of the rows whose events are new, with their version as a guard, one COMMIT. It knows no failures,
 no letters, no tenants and no versions of events. Both take turns with the same messages, each on empty tables.
 
-Beside that: the same projection while one key in a hundred fails for ever, so that its messages wait in inbound lanes.
+Beside that: the same projection while one key in a hundred always fails, so that its messages wait in inbound lanes.
 """
 
 from __future__ import annotations
