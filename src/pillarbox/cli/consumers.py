@@ -164,7 +164,7 @@ async def _unsubscribe(source: Unsubscribes, record: ConsumerRecord) -> None:
 async def _forget(
     settings: Settings, name: str, author: Author, *, discard: bool, subscription: str | None
 ) -> tuple[dict[str, Any], Exit]:
-    """Portion by portion, until all has gone or somebody wants to stop."""
+    """Portion by portion, until all has gone or a signal comes."""
     removed, entry, finished = Counter[str](), None, False
 
     def remove(connection: Connection) -> tuple[str, int] | None:
