@@ -116,3 +116,12 @@ async def test_a_second_unique_key_leads_to_nobody_elses_row(box: Pillarbox, bro
     await send(broker, "persuasion", "window", tenant="globex")
     assert (await places.drain()).handled == 0
     assert await shelves(box, PlaceRow) == {"emma": "window"}
+
+
+async def test_what_has_taken_effect_may_come_again_alone(box: Pillarbox, broker: MemoryTransport) -> None:
+    places = projection(box, Places)
+    await send(broker, "emma", "window")
+    assert (await places.drain()).handled == 1
+    broker.redeliver(TOPIC)
+    tally = await places.drain()
+    assert (tally.handled, tally.duplicates, tally.failures) == (0, 1, 0), tally

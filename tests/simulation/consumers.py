@@ -106,7 +106,7 @@ class SeededRetry(RetryPolicy):
 class Collecting(Handlers):
     """Says which of several events have failed, as a projection does."""
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         errors: dict[int, Exception] = {}
         for place, one in enumerate(incoming):
             try:
@@ -117,7 +117,6 @@ class Collecting(Handlers):
                 errors[place] = error
         if errors:
             raise EventsFailedError(errors)
-        return ()
 
 
 class SimulatedConsumer:

@@ -241,15 +241,17 @@ class TestFolding:
         assert (row.is_alive, row.values) == (False, {"the_state": "", "place": None, "watts": 5, "by": ""})
         row = folded(row, [LAMPS.put(lamp="a", state="lit", by="me")])
         assert row.is_alive
-        assert Lamps._shape.filled(row.values, entirely=True) == {**WHOLE, "place": None, "watts": 5}
+        Lamps._shape.fill(row.values, entirely=True)
+        assert row.values == {**WHOLE, "place": None, "watts": 5}
 
     def test_a_new_row_needs_what_has_no_default(self) -> None:
-        shape = Lamps._shape
-        assert shape.filled({"the_state": "lit"}, entirely=False) == {"the_state": "lit", "place": None, "watts": 5}
+        shape, values = Lamps._shape, {"the_state": "lit"}
+        shape.fill(values, entirely=False)
+        assert values == {"the_state": "lit", "place": None, "watts": 5}
         with pytest.raises(Poison, match="says nothing about 'the_state'"):
-            shape.filled({"watts": 3}, entirely=False)
+            shape.fill({"watts": 3}, entirely=False)
         with pytest.raises(Poison, match="says nothing about 'by'"):
-            shape.filled({"the_state": "lit"}, entirely=True)
+            shape.fill({"the_state": "lit"}, entirely=True)
 
     def test_what_comes_next(self) -> None:
         row = lamp()

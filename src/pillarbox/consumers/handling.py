@@ -97,10 +97,9 @@ class Effects(Protocol):
         """What it has not done since it was last asked."""
         ...
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         """Do it, in the transaction of ``uow``, which the caller commits. All of one tenant, in order per key. Whatever
         is raised undoes all of it; several are then tried in halves, or without those that `EventsFailedError` names.
-        Those that came too late for a row come back.
         """
         ...
 
@@ -140,12 +139,11 @@ class Handlers:
     def left_out(self) -> LeftOut:
         return LeftOut()
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         for one in incoming:
             with caused_by(one.context.headers):
                 for call in self._calls[type(one.event)]:
                     await call(one.event, uow, one.context)
-        return ()
 
 
 class _Call:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -19,14 +20,13 @@ from sqlalchemy.orm import Mapper
 from ..errors import ConfigurationError, Poison
 from ..scope import TenantScoped
 
-VERSION, INDEX, COUNT, DELETED, AT = (
+GUARDS = VERSION, INDEX, COUNT, DELETED, AT = (
     "projected_version",
     "projected_index",
     "projected_count",
     "deleted",
     "projected_at",
 )
-GUARDS = (VERSION, INDEX, COUNT, DELETED, AT)
 """The columns that every projection row has, and that only Pillarbox writes."""
 
 Key = tuple[Any, ...]
@@ -87,7 +87,7 @@ class Shape:
         self.columns = tuple(c.name for c in table.columns if c.name not in fixed and c.computed is None)
         self._names = {name: column for name, column in names.items() if column in {*self.key, *self.columns}}
         self._defaults = {name: made for name in self.columns if (made := _default(table.c[name])) is not None}
-        self._forms: dict[tuple[str, ...], _Form] = {}
+        self._form = cache(self._make_form)
 
     def identity(self, key: Key, tenant: str | None) -> tuple[Any, ...]:
         """The whole primary key, in the order of the table."""
@@ -98,20 +98,20 @@ class Shape:
 
     def put(self, values: Mapping[str, Any]) -> Change:
         """What to change."""
-        form = self._forms.get(names := tuple(values)) or self._form(names)
+        form = self._form(tuple(values))
         content = {column: values[name] for name, column in form.values}
         is_whole = form.is_whole and Add not in map(type, content.values())
         return Change(tuple([values[name] for name in form.key]), content, is_whole)
 
     def remove(self, values: Mapping[str, Any]) -> Change:
-        form = self._forms.get(names := tuple(values)) or self._form(names)
+        form = self._form(tuple(values))
         if form.values:
             raise ConfigurationError(
                 f"{self.row.__qualname__}: remove takes the primary key, and no {form.values[0][0]!r}"
             )
         return Change(tuple([values[name] for name in form.key]), self.blank, is_whole=True, removes=True)
 
-    def _form(self, names: tuple[str, ...]) -> _Form:
+    def _make_form(self, names: tuple[str, ...]) -> _Form:
         for name in names:
             if name not in self._names:
                 raise ConfigurationError(
@@ -124,9 +124,7 @@ class Shape:
                     f"{self.row.__qualname__}: {column!r} is in its primary key, and must be given"
                 )
         values = tuple((by_column[column], column) for column in self.columns if column in by_column)
-        key = tuple(by_column[column] for column in self.key)
-        form = self._forms[names] = _Form(key, values, len(values) == len(self.columns))
-        return form
+        return _Form(tuple(by_column[column] for column in self.key), values, len(values) == len(self.columns))
 
     # -- what an event does not say ------------------------------------------------------------------------------------
 
@@ -142,7 +140,9 @@ class Shape:
             return None
         if isinstance(column.type, EnumType) and column.type.enum_class is None:
             return column.type.enums[0]
-        kind = dict if isinstance(column.type, JSON) else _python_type(column)
+        kind: type = object
+        with suppress(NotImplementedError):
+            kind = dict if isinstance(column.type, JSON) else column.type.python_type
         if issubclass(kind, Enum):
             return next(iter(kind))
         if kind not in _BLANKS:
@@ -152,24 +152,20 @@ class Shape:
             )
         return _BLANKS[kind]
 
-    def filled(self, values: dict[str, Any], *, entirely: bool) -> dict[str, Any]:
-        """The values of a new row; ``entirely`` if the database adds no default, as a tombstone is in its place."""
+    def fill(self, values: dict[str, Any], *, entirely: bool) -> None:
+        """Complete the values of a new row; ``entirely`` if it replaces a tombstone, where the database adds no
+        default.
+        """
         for name in self.columns:
             if name in values:
                 continue
-            column = self.table.c[name]
             if name in self._defaults:
                 values[name] = self._defaults[name]()
-            elif column.server_default is not None and not entirely:
-                continue
-            elif column.nullable and column.server_default is None:
-                values[name] = None
-            else:
+            elif entirely or self.table.c[name].server_default is None:
                 raise Poison(
                     f"{self.row.__qualname__}: an event changes a row that is not there, and says nothing about "
                     f"{name!r}, which a new one needs"
                 )
-        return values
 
 
 class RowState(msgspec.Struct, gc=False):
@@ -184,9 +180,7 @@ class RowState(msgspec.Struct, gc=False):
     count: int = 1
     """How many events that version has."""
     values: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Nothing, if all that is there will be replaced."""
-    is_new: bool = False
-    """Whether nothing is left from before the changes."""
+    """By the names of columns; those are missing that no event has named since the row was made."""
 
     @property
     def successor(self) -> Position:
@@ -196,48 +190,31 @@ class RowState(msgspec.Struct, gc=False):
 
     def fold(self, change: Change) -> None:
         """Change it."""
-        self.is_changed = True
-        if change.removes or not self.is_alive:
-            self.values, self.is_new = {}, True
-        self.is_alive = not change.removes
+        if not self.is_alive:
+            self.values = {}
+        self.is_changed, self.is_alive = True, not change.removes
         if change.is_whole:
             self.values = dict(change.values)
             return
         for name, value in change.values.items():
-            self.values[name] = self._sum(name, value.amount) if type(value) is Add else value
-
-    def _sum(self, name: str, amount: Any) -> Any:
-        there = self.values.get(name)
-        return amount if there is None else there + amount
+            if type(value) is Add:
+                there = self.values.get(name)
+                self.values[name] = value.amount if there is None else there + value.amount
+            else:
+                self.values[name] = value
 
 
 _BLANKS: Mapping[type, Any] = {
-    str: "",
-    bytes: b"",
-    int: 0,
-    float: 0.0,
-    bool: False,
-    Decimal: Decimal(0),
+    **{kind: kind() for kind in (str, bytes, int, float, bool, Decimal, time, timedelta, dict, list)},
     UUID: UUID(int=0),
     datetime: datetime(1970, 1, 1, tzinfo=UTC),
     date: date(1970, 1, 1),
-    time: time(0),
-    timedelta: timedelta(0),
-    dict: {},
-    list: [],
 }
 
 
-def _python_type(column: Column[Any]) -> type:
-    try:
-        return column.type.python_type
-    except NotImplementedError:
-        return object
-
-
 def _default(column: Column[Any]) -> Callable[[], Any] | None:
-    """The default that SQLAlchemy would use for an object; one that is SQL is not known here."""
+    """What SQLAlchemy writes for an object that says nothing about the column; None if only the database knows."""
     default: Any = column.default
-    if default is None or not (default.is_scalar or default.is_callable):
-        return None
-    return (lambda: default.arg(None)) if default.is_callable else (lambda: default.arg)
+    if default is not None and (default.is_scalar or default.is_callable):
+        return (lambda: default.arg(None)) if default.is_callable else (lambda: default.arg)
+    return (lambda: None) if column.nullable and column.server_default is None else None

@@ -170,51 +170,51 @@ class Projection:
 
     # -- `Effects` -----------------------------------------------------------------------------------------------------
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
-        """Write what these events change, in the transaction of ``uow``. Those that are stale come back."""
-        return await uow.session.run_sync(self._apply, incoming)
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
+        """Write what these events change, in the transaction of ``uow``."""
+        if incoming:  # the inbox may have known all of them
+            await uow.session.run_sync(self._apply, incoming)
 
-    def _apply(self, session: Session, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    def _apply(self, session: Session, incoming: Sequence[Incoming]) -> None:
         tenant = self._tenant_of(incoming, session_tenant(session))
-        changed, stale = self.write(session.connection(), tenant, incoming)
+        changed = self.write(session.connection(), tenant, incoming)
         if self.cache is not None:
             keys = [cache_key(self.row, tenant, self._shape.identity(key, tenant)) for key in changed]
             forget_at_end(session, self.cache, keys)
-        return stale
 
-    def write(
-        self, connection: Connection, tenant: str | None, incoming: Sequence[Incoming]
-    ) -> tuple[Sequence[Key], Sequence[Incoming]]:
-        """Write what these events of one tenant change: the rows that have changed, and the events that are stale."""
+    def write(self, connection: Connection, tenant: str | None, incoming: Sequence[Incoming]) -> Sequence[Key]:
+        """Write what these events of one tenant change; the keys of the rows that have changed."""
         told, tally = self._all_changes(incoming), Tally()
         rows = {change.key: RowState() for changes in told for change in changes}
         whole = not all(change.is_whole for changes in told for change in changes)
         self._rows.load(connection, rows, tenant, whole=whole)
-        stale = [one for one, changes in zip(incoming, told, strict=True) if self._is_stale(rows, one, changes, tally)]
+        for one, changes in zip(incoming, told, strict=True):
+            self._fold(rows, one.context, changes, tally)
         self._rows.write(connection, rows, tenant)
         self.tally.add(tally)
-        return [key for key, row in rows.items() if row.is_changed], stale
+        return [key for key, row in rows.items() if row.is_changed]
 
-    def _is_stale(self, rows: Mapping[Key, RowState], one: Incoming, changes: Sequence[Change], tally: Tally) -> bool:
-        """Let an event change its rows, except those that have seen it or a later one; whether there are any."""
-        position = self._position(one.context)
+    def _fold(
+        self, rows: Mapping[Key, RowState], context: MessageContext, changes: Sequence[Change], tally: Tally
+    ) -> None:
+        """Let an event change its rows, except those that have seen it or a later one."""
+        position = self._position(context)
         taken: dict[int, bool] = {}  # an event may change a row twice
         for change in changes:
             row = rows[change.key]
             if id(row) not in taken:
-                taken[id(row)] = _takes(row, position, one.context.event_count, tally)
+                taken[id(row)] = _takes(row, position, context.event_count, tally)
             if taken[id(row)]:
                 row.fold(change)
-        return not all(taken.values())
 
     def _all_changes(self, incoming: Sequence[Incoming]) -> Sequence[Sequence[Change]]:
-        if len(incoming) == 1:
-            return (self._changes(incoming[0]),)
         told, errors = list[Sequence[Change]](), dict[int, Exception]()
         for place, one in enumerate(incoming):
             try:
                 told.append(self._changes(one))
             except Exception as error:
+                if len(incoming) == 1:
+                    raise
                 errors[place] = error
         if errors:
             raise EventsFailedError(errors)
@@ -240,9 +240,8 @@ class Projection:
     def _tenant_of(self, incoming: Sequence[Incoming], session: str | None) -> str | None:
         if self._shape.tenant is None:
             return None
-        tenants = {one.context.tenant for one in incoming}
-        tenant = tenants.pop() if tenants else None
-        if (incoming and tenant is None) or tenants or session not in (None, tenant):
+        tenant, *others = {one.context.tenant for one in incoming}
+        if tenant is None or others or session not in (None, tenant):
             raise TenancyError(f"{self.name}: events of one tenant, in a session of that tenant, are needed")
         return tenant
 

@@ -62,8 +62,8 @@ class Rows:
         """
         alike: dict[tuple[Any, ...], list[tuple[Key, RowState]]] = {}
         for key, row in sorted([it for it in rows.items() if it[1].is_changed], key=_order):
-            if row.is_new and row.is_alive and len(row.values) < len(self._shape.columns):
-                self._shape.filled(row.values, entirely=row.is_stored)
+            if len(row.values) < len(self._shape.columns):
+                self._shape.fill(row.values, entirely=row.is_stored)
             alike.setdefault((row.is_stored, *row.values), []).append((key, row))
         for (is_stored, *names), group in alike.items():
             lists: dict[str, Sequence[Any]] = dict(

@@ -71,15 +71,14 @@ class FaultyEffects:
     def left_out(self) -> LeftOut:
         return self._effects.left_out()
 
-    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         try:
-            late = await self._effects.apply(uow, incoming)
+            await self._effects.apply(uow, incoming)
         except Exception as error:
             self.raised |= {each.context.event_id: error for each in incoming}
             raise
         if incoming and self._faults.dies():
             raise ConnectionError("the test lets the process die before COMMIT")
-        return late
 
 
 class FaultyProcessor(Processor):
