@@ -20,7 +20,7 @@ import binascii
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -36,8 +36,6 @@ from sqlalchemy import (
     ColumnElement,
     Double,
     Float,
-    Result,
-    Row,
     Select,
     UnaryExpression,
     and_,
@@ -51,7 +49,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError, StatementError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
-from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.exc import UnmappedColumnError
 from sqlalchemy.sql.operators import asc_op, desc_op
 
@@ -115,22 +112,26 @@ class ReadDao(Generic[T]):
         ttl: float = 60.0,
     ) -> None:
         self._sessions = _sessions_of(source)
-        self._model = _Model(model)
+        self._model: Any = model
+        self._mapper: Any = inspect(model)
+        self._primary_key = [self._attribute(column) for column in self._mapper.primary_key]
+        deleted = getattr(model, "deleted", None)
+        self._deleted: Any = deleted if isinstance(getattr(deleted, "type", None), Boolean) else None
         self._cache = cache
         self._ttl = ttl
 
     async def get(self, key: Any, *, tenant: str | None = None) -> T | None:
         """The row with this primary key (a tuple if it has several columns), or None."""
-        identity, model = self._model.identity(key), self._model
-        async with self._session(tenant) as session:
-            found: T | None
+        identity = self._identity(key)
+        async with self._session(tenant) as (session, owner):
+            found: Any
             if self._cache is not None:
-                owner = model.tenant(session)
-                found = await read_row(self._cache, session, model.type, owner, identity, ttl=self._ttl)
-                return None if found is None or model.is_tombstone(found) else found
-            wanted = [column == value for column, value in zip(model.primary_key, identity, strict=True)]
-            found = (await session.execute(model.select(session).where(*wanted))).unique().scalar_one_or_none()
-            return found
+                found = await read_row(self._cache, session, self._model, owner, identity, ttl=self._ttl)
+                return None if self._deleted is not None and found is not None and found.deleted else found
+            wanted = [column == value for column, value in zip(self._primary_key, identity, strict=True)]
+            found = await session.execute(self._select(owner).where(*wanted))
+            row: T | None = found.unique().scalar_one_or_none()
+            return row
 
     async def page(
         self,
@@ -149,15 +150,21 @@ class ReadDao(Generic[T]):
         """
         if not 1 <= limit <= MAX_LIMIT:
             raise ConfigurationError(f"limit is 1 to {MAX_LIMIT}, got {limit}")
-        order = _Order(self._model, order_by)
+        order = self._order(order_by)
         start = order.values_of(after) if after else None
-        async with self._session(tenant) as session:
-            dialect = session.sync_session.get_bind(self._model.mapper).dialect.name
-            statement = self._model.select(session, *(term.column for term in order.terms)).where(*where)
+        async with self._session(tenant) as (session, owner):
+            dialect = session.sync_session.get_bind(self._mapper).dialect.name
+            statement = self._select(owner, *(term.column for term in order.terms)).where(*where)
             if start is not None:
                 statement = statement.where(order.beyond(start, dialect))
-            statement = statement.order_by(*order.clauses(dialect)).limit(limit + 1)
-            rows = await _rows(session, statement, is_continued=start is not None)
+            try:
+                found: Any = await session.execute(statement.order_by(*order.clauses(dialect)).limit(limit + 1))
+                rows = found.unique().all()
+            except (StatementError, OverflowError) as error:
+                # A cursor may be made up, of the right shape and with values that no such column can have.
+                if start is not None and (not isinstance(error, DBAPIError) or classify(error) is Failure.POISON):
+                    raise _invalid("the cursor holds values that no row can have") from error
+                raise
         there = rows[:limit]
         return Page([row[0] for row in there], order.cursor(there[-1][1:]) if len(rows) > limit else None)
 
@@ -181,16 +188,56 @@ class ReadDao(Generic[T]):
         """Drop these rows from the cache. Call it after the commit of a change that no session of the box has made."""
         if self._cache is None or not keys:
             return
-        async with self._session(tenant) as session:
-            owner = self._model.tenant(session)
-        await self._cache.delete([cache_key(self._model.type, owner, self._model.identity(key)) for key in keys])
+        async with self._session(tenant) as (_, owner):
+            await self._cache.delete([cache_key(self._model, owner, self._identity(key)) for key in keys])
 
     @asynccontextmanager
-    async def _session(self, tenant: str | None) -> AsyncIterator[AsyncSession]:
-        """A session of this tenant. It connects with its first statement, and ends with a rollback."""
+    async def _session(self, tenant: str | None) -> AsyncIterator[tuple[AsyncSession, str | None]]:
+        """A session of this tenant, and the tenant that owns the rows: None if the class belongs to no tenants. The
+        session connects with its first statement, and ends with a rollback.
+        """
         async with self._sessions()() as session:
             Tenancy().assign(session.sync_session, tenant)
-            yield session
+            is_scoped = issubclass(self._model, TenantScoped)
+            yield session, tenant_for(session.sync_session, self._model.__name__) if is_scoped else None
+
+    def _identity(self, key: Any) -> tuple[Any, ...]:
+        identity = key if isinstance(key, tuple) else (key,)
+        if len(identity) != len(self._primary_key):
+            raise ConfigurationError(
+                f"the key of {self._model.__name__} has {len(self._primary_key)} columns, got {key!r}"
+            )
+        return identity
+
+    def _select(self, owner: str | None, *more: Any) -> Select[Any]:
+        """The rows of this tenant, with ``more`` columns at their end."""
+        statement = select(self._model, *more)
+        if owner is not None:  # sessions of a box add this condition, others do not
+            statement = statement.where(self._model.tenant_id == owner)
+        return statement if self._deleted is None else statement.where(self._deleted.is_not(true()))
+
+    def _order(self, order_by: Sequence[Any]) -> _Order:
+        terms, falls = dict[str, _Term](), False
+        for given in order_by:
+            expression, falls = getattr(given, "expression", given), False
+            if isinstance(expression, UnaryExpression) and expression.modifier in (asc_op, desc_op):
+                expression, falls = expression.element, expression.modifier is desc_op
+            column = self._attribute(expression)
+            terms.setdefault(column.key, _Term(column, falls, bool(expression.nullable)))  # a second time has no effect
+        for column in self._primary_key:  # in the last direction: one index may serve all terms
+            terms.setdefault(column.key, _Term(column, falls, is_nullable=False))
+        return _Order(self._model.__name__, [*terms.values()])
+
+    def _attribute(self, column: Any) -> Any:
+        """The column as statements name it; `ConfigurationError` if the class does not have it."""
+        try:
+            if isinstance(column, Column):
+                return getattr(self._model, self._mapper.get_property_by_column(column).key)
+        except UnmappedColumnError:
+            pass
+        raise ConfigurationError(
+            f"order_by takes columns of {self._model.__name__}, with .desc() or without, got {column}"
+        )
 
 
 def _sessions_of(source: Box | async_sessionmaker[Any]) -> Callable[[], async_sessionmaker[Any]]:
@@ -200,74 +247,22 @@ def _sessions_of(source: Box | async_sessionmaker[Any]) -> Callable[[], async_se
     return lambda: bound(source.engine)  # a box that was started again has another one
 
 
-async def _rows(session: AsyncSession, statement: Select[Any], *, is_continued: bool) -> Sequence[Row[Any]]:
-    try:
-        result: Result[Any] = await session.execute(statement)
-        return result.unique().all()
-    except (StatementError, OverflowError) as error:
-        # A cursor may be made up, of the right shape and with values that no such column can have.
-        refused = not isinstance(error, DBAPIError) or classify(error) is Failure.POISON
-        if is_continued and refused:
-            raise _invalid("the cursor holds values that no row can have") from error
-        raise
-
-
-class _Model:
-    """The mapped class that is read."""
-
-    def __init__(self, model: Any) -> None:
-        self.type = model
-        self.name: str = model.__name__
-        self.mapper: Mapper[Any] = inspect(model)
-        self.primary_key = [self.attribute(column) for column in self.mapper.primary_key]
-        self._is_scoped = issubclass(model, TenantScoped)
-        deleted = getattr(model, "deleted", None)
-        self._deleted: Any = deleted if isinstance(getattr(deleted, "type", None), Boolean) else None
-
-    def attribute(self, column: Any) -> Any:
-        """The column as statements name it; `ConfigurationError` if the class does not have it."""
-        try:
-            return getattr(self.type, self.mapper.get_property_by_column(column).key)
-        except UnmappedColumnError:
-            raise ConfigurationError(f"order_by takes columns of {self.name}, got {column}") from None
-
-    def identity(self, key: Any) -> tuple[Any, ...]:
-        identity = key if isinstance(key, tuple) else (key,)
-        if len(identity) != len(self.primary_key):
-            raise ConfigurationError(f"the key of {self.name} has {len(self.primary_key)} columns, got {key!r}")
-        return identity
-
-    def tenant(self, session: AsyncSession) -> str | None:
-        return tenant_for(session.sync_session, self.name) if self._is_scoped else None
-
-    def select(self, session: AsyncSession, *more: Any) -> Select[Any]:
-        """The rows that this session may see, with ``more`` columns at their end."""
-        statement = select(self.type, *more)
-        if self._is_scoped:  # sessions of a box add this condition, others do not
-            statement = statement.where(self.type.tenant_id == self.tenant(session))
-        return statement if self._deleted is None else statement.where(self._deleted.is_not(true()))
-
-    def is_tombstone(self, item: Any) -> bool:
-        return self._deleted is not None and bool(item.deleted)
-
-
 class _Term(NamedTuple):
-    """A column that rows are sorted by."""
+    """A column that rows are sorted by. NULLs come last."""
 
     column: Any
     falls: bool
     is_nullable: bool
 
+    def literal(self, value: Any) -> Any:
+        return literal(value, self.column.type)
+
     def beyond(self, value: Any) -> ColumnElement[bool]:
-        """The condition for rows after this value. NULLs come last."""
+        """The condition for rows after this value."""
         if value is None:
             return false()
         after = self.column < self.literal(value) if self.falls else self.column > self.literal(value)
         return or_(after, self.column.is_(None)) if self.is_nullable else after
-
-    def same(self, value: Any) -> ColumnElement[bool]:
-        same: ColumnElement[bool] = self.column.is_(None) if value is None else self.column == self.literal(value)
-        return same
 
     def clauses(self, dialect: str) -> Sequence[Any]:
         clause = self.column.desc() if self.falls else self.column.asc()
@@ -276,24 +271,31 @@ class _Term(NamedTuple):
         # MySQL has no NULLS LAST; elsewhere that lets an index be used.
         return [self.column.is_(None), clause] if dialect in ("mysql", "mariadb") else [clause.nulls_last()]
 
-    def literal(self, value: Any) -> Any:
-        return literal(value, self.column.type)
+    @property
+    def kind(self) -> Any:
+        """The Python type of its values, for the decoder of cursors."""
+        kind = getattr(self.column.type, "impl_instance", self.column.type)
+        if isinstance(kind, Float) and not isinstance(kind, Double):
+            raise ConfigurationError(
+                f"order_by: {self.column.key} is a Float, which MySQL rounds: use Double or Numeric"
+            )
+        found = python_type(kind)
+        if not (found in _KINDS or issubclass(found, Enum)):
+            raise ConfigurationError(f"order_by: {self.column.key} has a type that no cursor can carry")
+        return found | None if self.is_nullable else found
+
+
+_KINDS = (bool, int, float, str, bytes, Decimal, UUID, date, datetime, time)
 
 
 class _Order:
     """The order of a query, and the cursors that go with it."""
 
-    def __init__(self, model: _Model, order_by: Sequence[Any]) -> None:
-        given = [_term(model, each) for each in order_by]
-        falls = given[-1].falls if given else False  # in the last direction: one index may serve all terms
-        keys = [_Term(column, falls, is_nullable=False) for column in model.primary_key]
-        terms = dict[str, _Term]()
-        for term in (*given, *keys):
-            terms.setdefault(term.column.key, term)  # a second time it has no effect
-        self.terms = tuple(terms.values())
-        said = [model.name, *((term.column.key, term.falls) for term in self.terms)]
+    def __init__(self, name: str, terms: Sequence[_Term]) -> None:
+        self.terms = terms
+        said = [name, *((term.column.key, term.falls) for term in terms)]
         self._mark = hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()
-        self._values: Any = tuple[tuple(_kind(term) for term in self.terms)]  # type: ignore[misc]
+        self._values: Any = tuple[tuple(term.kind for term in terms)]  # type: ignore[misc]
 
     def clauses(self, dialect: str) -> list[Any]:
         return [clause for term in self.terms for clause in term.clauses(dialect)]
@@ -308,17 +310,15 @@ class _Order:
         ways, same = [], list[ColumnElement[bool]]()
         for term, value in pairs:
             ways.append(and_(*same, term.beyond(value)))
-            same.append(term.same(value))
+            same.append(term.column.is_(None) if value is None else term.column == term.literal(value))
         return or_(*ways)
 
     def cursor(self, values: Sequence[Any]) -> str:
         """The cursor of the row with these values."""
-        try:
+        with suppress(TypeError, ValueError):
             cursor = urlsafe_b64encode(msgspec.json.encode((self._mark, tuple(values)))).rstrip(b"=").decode()
             if self.values_of(cursor) == tuple(values):
                 return cursor
-        except (InvalidCursorError, TypeError, ValueError):
-            pass
         names = ", ".join(term.column.key for term in self.terms)
         raise ConfigurationError(f"order_by: a cursor cannot carry the values of {names} exactly: {values!r}")
 
@@ -339,26 +339,3 @@ class _Order:
 
 def _invalid(wrong: str) -> InvalidCursorError:
     return InvalidCursorError(f"{wrong}: start without a cursor, and take each next one from the page before")
-
-
-def _term(model: _Model, given: Any) -> _Term:
-    expression, falls = getattr(given, "expression", given), False
-    if isinstance(expression, UnaryExpression) and expression.modifier in (asc_op, desc_op):
-        expression, falls = expression.element, expression.modifier is desc_op
-    if not isinstance(expression, Column):
-        raise ConfigurationError(f"order_by takes columns of {model.name}, with .desc() or without, got {given}")
-    return _Term(model.attribute(expression), falls, bool(expression.nullable))
-
-
-_KINDS = (bool, int, float, str, bytes, Decimal, UUID, date, datetime, time)
-
-
-def _kind(term: _Term) -> Any:
-    """The Python type of a column, for the decoder of cursors."""
-    kind = getattr(term.column.type, "impl_instance", term.column.type)
-    if isinstance(kind, Float) and not isinstance(kind, Double):
-        raise ConfigurationError(f"order_by: {term.column.key} is a Float, which MySQL rounds: use Double or Numeric")
-    found = python_type(kind)
-    if not (found in _KINDS or issubclass(found, Enum)):
-        raise ConfigurationError(f"order_by: {term.column.key} has a type that no cursor can carry")
-    return found | None if term.is_nullable else found
