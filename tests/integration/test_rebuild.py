@@ -740,7 +740,7 @@ async def test_what_a_rebuild_has_applied_before_it_died_is_not_lost(
         """Who is dead does not clean up."""
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rebuild, "_give_up", nothing)
+        patch.setattr(Rebuild, "_end", nothing)
         with pytest.raises(Killed):
             await labels.rebuild(progress=at(Stage.CATCHING_UP, die))
     assert (await labels.rebuild()).events == 13
@@ -1351,7 +1351,7 @@ async def test_a_rebuild_that_dies_is_mended_by_the_next_one(
         """Who is dead does not clean up."""
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rebuild, "_give_up", nothing)
+        patch.setattr(Rebuild, "_end", nothing)
         with suppress(Killed):
             await labels.rebuild(progress=at(stage, die))
     await fill_jars(box, 1, label="plum")

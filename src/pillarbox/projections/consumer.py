@@ -37,15 +37,5 @@ class ProjectionConsumer(Consumer):
         ``progress`` is called with each `Progress`, and may be async.
         """
         await self.register()
-        rebuild = Rebuild(
-            name=self.name,
-            engine=self._home.engine,
-            live=self.projection,
-            reader=self._reader,
-            source=self.source,
-            topics=self.topics,
-            subscriber=self.subscriber,
-            inbox=self._inbox,
-            progress=progress,
-        )
+        rebuild = Rebuild(self, self.projection, self._home.engine, self._reader, self._inbox, progress)
         return await rebuild.run(source, incomplete=incomplete)

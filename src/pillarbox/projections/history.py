@@ -66,11 +66,6 @@ class Feed(NamedTuple):
     names: tuple[str, ...]
     """Names of the events that it wants."""
 
-    def has(self, row: Archived) -> bool:
-        """Whether an archived delivery belongs to it."""
-        fits = row.route_id in self.routes and row.event_type in self.names and row.status is Status.SENT
-        return fits and self.has_topic(row.topic)
-
     def has_topic(self, topic: str) -> bool:
         """Whether deliveries to this topic belong to it."""
         if not self.topics or topic in self.topics:
@@ -80,10 +75,8 @@ class Feed(NamedTuple):
 
 def feed_of(connection: Connection, name: str, source: str, topics: Sequence[str], names: Sequence[str]) -> Feed:
     """The feed of a consumer: the route that bears its name, or those that lead to its source."""
-    if source == OUTBOX:
-        fits = and_(routes.c.destination == LOCAL, routes.c.topic == name)
-    else:
-        fits = routes.c.destination == source
+    own_route = and_(routes.c.destination == LOCAL, routes.c.topic == name)
+    fits = own_route if source == OUTBOX else routes.c.destination == source
     found = tuple(connection.scalars(select(routes.c.id).where(fits)))
     if not found:
         raise ConfigurationError(
@@ -125,8 +118,8 @@ class Outbox:
         rows in every table.
         """
         files, self._files = self._files, ()
-        for archived in await self._verified(files):
-            while page := await asyncio.to_thread(self._next_page, archived):
+        for archived in await self._archives(files):
+            while page := await asyncio.to_thread(list, islice(archived, PAGE)):
                 yield page
         async with sqlite.for_reading(self._engine).connect() as connection:
             try:
@@ -163,8 +156,8 @@ class Outbox:
         found = (row for row in rows if self._feed.has_topic(row.topic))
         return [Message(row.topic, row.key, bytes(row.body), _decode_headers(row.headers)) for row in found]
 
-    async def _verified(self, files: Sequence[Path]) -> list[Iterator[Archived]]:
-        """The deliveries in these files, from the oldest file on."""
+    async def _archives(self, files: Sequence[Path]) -> list[Iterator[Message]]:
+        """The messages in these files, from the oldest file on."""
         if not files:
             return []
         async with sqlite.for_reading(self._engine).connect() as connection:
@@ -174,11 +167,14 @@ class Outbox:
             if summary.header.install_id != here:
                 raise StoreError(f"{file} was not made from this database: it is of {summary.header.install_id}")
         known.sort(key=lambda each: each[1].header.made_at)
-        return [iter(archive_file.read_in_order(file, summary)) for file, summary in known]
+        return [self._messages_in(archive_file.read_in_order(file, summary)) for file, summary in known]
 
-    def _next_page(self, rows: Iterator[Archived]) -> list[Message]:
-        fitting = (Message(row.topic, row.key, row.content, row.headers) for row in rows if self._feed.has(row))
-        return [*islice(fitting, PAGE)]
+    def _messages_in(self, archived: Iterator[Archived]) -> Iterator[Message]:
+        routes, _, names = self._feed
+        for row in archived:
+            fits = row.route_id in routes and row.event_type in names and row.status is Status.SENT
+            if fits and self._feed.has_topic(row.topic):
+                yield Message(row.topic, row.key, row.content, row.headers)
 
 
 _PAST = Table(

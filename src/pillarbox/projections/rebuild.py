@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +27,7 @@ from sqlalchemy import Connection, StaticPool, exists, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from .. import clock
+from ..consumers.consumer import Consumer
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming
 from ..consumers.identity import KnownBy, arrival_in, named_event
@@ -40,7 +41,7 @@ from ..stores import claims, sqlite
 from ..stores import inbox as stored
 from ..stores.pool import with_own_pool
 from ..stores.tables import inbox as inbox_table
-from ..transport import History, Message, Rereads, Subscriber, spellings_of
+from ..transport import History, Message, Rereads, spellings_of
 from . import history
 from .projection import Projection
 from .shadow import Shadow, alone
@@ -127,31 +128,34 @@ class _Decision(NamedTuple):
     """The body to apply; None if the message was discarded."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Rebuild:
     """One rebuild of one projection. Made by `ProjectionConsumer.rebuild`."""
 
-    name: str
-    engine: AsyncEngine
+    consumer: Consumer
     live: Projection
+    engine: AsyncEngine
     reader: Reader
-    source: str
-    topics: Sequence[str]
-    subscriber: Subscriber | None
     inbox: Inbox
     progress: Tell | None
 
     def __post_init__(self) -> None:
+        self.name = self.consumer.name
         if isinstance(self.engine.pool, StaticPool):
             raise ConfigurationError(
                 f"projection {self.name}: an in-memory SQLite has one connection, and a rebuild needs more: use a file"
             )
-        self.engine = _own_engine(self.engine)
+        self.engine = with_own_pool(self.engine)  # the live projection must not wait for connections
+        sqlite.configure_transactions(self.engine.sync_engine)
+        if self.engine.dialect.name != "sqlite":
+            self.engine = self.engine.execution_options(isolation_level="READ COMMITTED")
         self._shadow = Shadow(self.live.table)
         self._projection = self.live.into(self._shadow.table)
         self._connection: AsyncConnection
         self._past: History
-        self._events = self._rounds = self._old = self._new = 0
+        self._events = self._rounds = 0
+        self._generation = self._old = self._new = 0
+        """The generation that is made, and the numbers of the live one and of that in the inbox."""
         self._left_out: dict[Place, str] = {}
         """Events that cannot be applied, or that an operator has discarded, and why."""
         self._decided: dict[tuple[Place, bytes], _Decision] = {}
@@ -162,10 +166,7 @@ class Rebuild:
         began = clock.current().monotonic()
         try:
             async with alone(self.engine, self.name):
-                self._old = await self._apart(stored.generation_of, self.name)
-                self._new = self._old + 1
-                for left in (self._old - 1, self._new):  # by rebuilds that have died
-                    await self._forget(left)
+                await self._begin()
                 try:
                     async with self.engine.connect() as self._connection:
                         await self._do(self._shadow.create)
@@ -173,16 +174,14 @@ class Rebuild:
                         async with aclosing(self._past):
                             await self._go_through()
                             await self._switch(incomplete=incomplete)
-                except BaseException:
-                    await self._give_up()
-                    raise
-                await self._tell(Stage.CLEARING)
-                await self._forget(self._old)
+                    await self._tell(Stage.CLEARING)
+                finally:
+                    await self._end()
         finally:
             await self.engine.dispose()
         seconds = clock.current().monotonic() - began
-        logger.info("projection %s: generation %d has %d events", self.name, self._new, self._events)
-        return Rebuilt(self.name, self._new, self._events, len(self._left_out), self._rounds, round(seconds, 3))
+        logger.info("projection %s: generation %d has %d events", self.name, self._generation, self._events)
+        return Rebuilt(self.name, self._generation, self._events, len(self._left_out), self._rounds, round(seconds, 3))
 
     async def _tell(self, stage: Stage) -> None:
         if self.progress is not None:
@@ -190,6 +189,30 @@ class Rebuild:
             told = self.progress(Progress(stage, self._events, total, len(self._left_out), self._rounds))
             if inspect.isawaitable(told):
                 await told
+
+    async def _begin(self) -> None:
+        live = await self._clear()  # rebuilds that have died may have left rows
+        self._generation = live + 1
+        self._old, self._new = consumer_id(self.name, live), consumer_id(self.name, live + 1)
+
+    async def _end(self) -> None:
+        try:
+            await self._clear()
+        except Exception as error:
+            reason = redacted(f"{type(error).__name__}: {error}")
+            logger.warning("projection %s: the next rebuild clears the inbox: %s", self.name, reason)
+
+    async def _clear(self) -> int:
+        """Delete the rows of the generations before and after the live one from the inbox; the number of that one."""
+        live: int = await self._apart(stored.generation_of, self.name)
+        for other in {live - 1, live + 1} - {0}:
+            while await self._apart(stored.forget, consumer_id(self.name, other), CLEARED_AT_ONCE):
+                pass
+        return live
+
+    async def _apart(self, work: Callable[..., Any], *given: Any) -> Any:
+        async with self.engine.begin() as connection:
+            return await connection.run_sync(work, *given)
 
     async def _do(self, work: Callable[..., Any], *given: Any) -> Any:
         """Call a function on the connection of the temporary table: in a transaction, which is retried after transient
@@ -206,80 +229,62 @@ class Rebuild:
         async with connection.begin_nested():
             return await connection.run_sync(work, *given)
 
-    async def _apart(self, work: Callable[..., Any], *given: Any) -> Any:
-        async with self.engine.begin() as connection:
-            return await connection.run_sync(work, *given)
-
-    async def _give_up(self) -> None:
-        """Clear the new generation's rows from the inbox. If that fails, the next rebuild does it."""
-        try:
-            if await self._apart(stored.generation_of, self.name) != self._new:
-                await self._forget(self._new)
-        except Exception as error:
-            reason = redacted(f"{type(error).__name__}: {error}")
-            logger.warning("projection %s: the next rebuild clears the inbox: %s", self.name, reason)
-
-    async def _forget(self, generation: int) -> None:
-        """Delete a generation's rows from the inbox."""
-        while generation > 0 and await self._apart(stored.forget, self._number(generation), CLEARED_AT_ONCE):
-            pass
-
-    def _number(self, generation: int) -> int:
-        return consumer_id(self.name, generation)
-
     # -- the past ------------------------------------------------------------------------------------------------------
 
     async def _find_past(self, source: From) -> History:
+        subscriber = self.consumer.subscriber
         if source == "broker":
-            if not isinstance(self.subscriber, Rereads):
-                where = "the outbox" if self.subscriber is None else f"{self.source!r}, which cannot be read again"
+            if not isinstance(subscriber, Rereads):
+                given = f"{self.consumer.source!r}, which cannot be read again"
+                where = "the outbox" if subscriber is None else given
                 raise ConfigurationError(f"projection {self.name} has its events from {where}: use `--from outbox`")
-            return await self.subscriber.reread(self.topics)
+            return await subscriber.reread(self.consumer.topics)
         if source != "outbox" and isinstance(source, str):
             raise ConfigurationError(f"rebuild: the past is in the outbox, at the broker or in files, not {source!r}")
         # A route and the consumer may spell the same topic in two ways.
-        topics = spellings_of(self.topics, self.subscriber)
-        names = [kind.name for kind in self._projection.kinds]
-        feed = await self._do(history.feed_of, self.name, self.source, topics, names)
-        files = () if isinstance(source, str) else source
-        return history.Outbox(self.engine, feed, self._number(self._old), self._number(self._new), files)
+        topics = spellings_of(self.consumer.topics, subscriber)
+        names = [kind.name for kind in self.live.kinds]
+        feed = await self._do(history.feed_of, self.name, self.consumer.source, topics, names)
+        return history.Outbox(self.engine, feed, self._old, self._new, () if isinstance(source, str) else source)
 
     async def _go_through(self) -> None:
-        left = await self._replay(self._past.pages(), Stage.REPLAYING)
+        left = await self._replay(Stage.REPLAYING)
         while True:
             self._rounds += 1
-            before, left = left, await self._replay(self._past.pages(), Stage.CATCHING_UP)
+            before, left = left, await self._replay(Stage.CATCHING_UP)
             if left <= FEW or left > before // 2:  # a next round would find as many
                 return
 
-    async def _replay(self, pages: AsyncGenerator[Sequence[Message], None], stage: Stage) -> int:
-        """Apply the events of these pages; how many they were."""
+    async def _replay(self, stage: Stage, kept: list[Sequence[Message]] | None = None) -> int:
+        """Apply the messages of the past that were not applied yet; how many it found. The pages that it reads are
+        added to those which are ``kept`` from tries before: a broker brings them once.
+        """
         await self._tell(stage)
         await self._do(self._look_up_decisions)
-        applied = 0
-        async with aclosing(pages):
+        for page in kept or ():
+            await self._apply(page)
+        found = 0
+        async with aclosing(self._past.pages()) as pages:
             async for page in pages:
-                applied += await self._apply(page)
+                if kept is not None:
+                    kept.append(page)
+                await self._apply(page)
+                found += len(page)
                 await self._tell(stage)
-        return applied
+        return found
 
-    async def _apply(self, page: Sequence[Message]) -> int:
-        """Apply these, one transaction per tenant; how many of them were not known to be left out."""
+    async def _apply(self, page: Sequence[Message]) -> None:
+        """Apply these, one transaction per tenant."""
         by_tenant: dict[str | None, list[_Opened]] = {}
-        applied = 0
         for message in page:
-            place = message.headers.get("tenant_id"), named_event(message)
-            known = place in self._left_out
-            if (opened := self._open(message, place)) is not None:
-                self._left_out.pop(opened.place, None)  # it may follow in a known version
+            if (opened := self._open(message)) is not None:
+                self._left_out.pop(opened.place, None)  # it may have come in an unknown version before
                 by_tenant.setdefault(opened.incoming.context.tenant, []).append(opened)
-            applied += opened is not None or not known
         for theirs in by_tenant.values():
             await self._take_effect(theirs)
-        return applied
 
-    def _open(self, message: Message, place: Place) -> _Opened | None:
-        digest = digest_of(message.body)
+    def _open(self, message: Message) -> _Opened | None:
+        place, digest = (message.headers.get("tenant_id"), named_event(message)), digest_of(message.body)
         decision = self._decided.get((place, ANY_BODY)) or self._decided.get((place, digest))
         if decision is not None:
             if decision.body is None:
@@ -291,13 +296,13 @@ class Rebuild:
             self._left_out[place] = redacted(str(error))
             return None
         except Exception as error:  # of an upcaster, or of the event's own class
-            self._give_up_on(place, message.headers.get("event_type"), error)
+            self._leave_out(place, message.headers.get("event_type"), error)
             return None
         if incoming is None:
             return None
         return _Opened(msgspec.structs.replace(arrival_in(incoming), digest=digest), incoming)
 
-    def _give_up_on(self, place: Place, event_type: str | None, error: Exception) -> None:
+    def _leave_out(self, place: Place, event_type: str | None, error: Exception) -> None:
         """Leave out an event that is itself the cause of the error; any other error ends the rebuild."""
         failure, reason = classify(error), redacted(f"{type(error).__name__}: {error}")
         if failure not in (Failure.POISON, Failure.BUSINESS):
@@ -314,7 +319,7 @@ class Rebuild:
             if classify(error) is Failure.TRANSIENT:
                 raise
             if len(opened) == 1:
-                self._give_up_on(opened[0].place, opened[0].incoming.context.event_type, error)
+                self._leave_out(opened[0].place, opened[0].incoming.context.event_type, error)
                 return
             half = len(opened) // 2
             await self._take_effect(opened[:half])
@@ -322,35 +327,10 @@ class Rebuild:
 
     def _write(self, connection: Connection, opened: Sequence[_Opened]) -> int:
         tenant = opened[0].incoming.context.tenant
-        arrivals = [it.arrival for it in opened]
-        admissions = self.inbox.admit(connection, self._number(self._new), tenant, arrivals).admissions
+        admissions = self.inbox.admit(connection, self._new, tenant, [it.arrival for it in opened]).admissions
         new = [it.incoming for it, found in zip(opened, admissions, strict=True) if found is Admission.NEW]
         self._projection.write(connection, tenant, new)
         return len(new)
-
-    def _check_complete(self, connection: Connection) -> None:
-        """Raise `StoreError` if the inbox knows events that the live projection has had, and the rebuild has not."""
-        history.compare_all(connection)
-        old, new = inbox_table.alias(), inbox_table.alias()
-        same_event = new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id
-        lacking = (
-            select(old.c.tenant, old.c.event_id)
-            .where(old.c.consumer == self._number(self._old))
-            .where(old.c.schema_version > 0)  # the others had no effect under that id
-            .where(~exists().where(new.c.consumer == self._number(self._new), *same_event))
-            .where(~claims.is_claimed(self.name, old))
-            .limit(len(self._left_out) + 1_000)
-        )
-        found = sum((tenant or None, event) not in self._left_out for tenant, event in connection.execute(lacking))
-        if found:
-            is_from_outbox, has_other = isinstance(self._past, history.Outbox), isinstance(self.subscriber, Rereads)
-            other = "outbox" if not is_from_outbox else "broker" if has_other else ""
-            elsewhere = f"`--from {other}` if the {other} has them, " if other else ""
-            raise StoreError(
-                f"projection {self.name} is as it was: it has had {found:,} events or more that are not found any "
-                f"more; use {elsewhere}`--from FILE` for each archive that has them, or `--incomplete` if the new "
-                "table may lack them"
-            )
 
     # -- decisions of operators ----------------------------------------------------------------------------------------
 
@@ -358,8 +338,7 @@ class Rebuild:
         """Read the decisions. One about an event that was applied before ends the rebuild: it cannot be undone."""
         before, self._decided = self._decided, _decisions(claims.amended(connection, self.name))
         for (place, form), decision in self._decided.items() - before.items():
-            here = _digest_in_inbox(self._number(self._new), decision.place)
-            if form == ANY_BODY and connection.scalar(here) is not None:  # it was applied
+            if form == ANY_BODY and connection.scalar(_digest_in_inbox(self._new, decision.place)) is not None:
                 raise StoreError(
                     f"projection {self.name} is as it was: event {place[1]} was applied, and then a person edited "
                     "or discarded it: rebuild again"
@@ -381,25 +360,48 @@ class Rebuild:
             async with self._connection.begin():
                 # Waits for the running batches of the live projection and blocks new ones: everything that it has
                 # handled is visible from here on.
-                await self._connection.run_sync(stored.set_generation, self.name, self._new)
-                await self._replay(_kept(rest, self._past), Stage.SWITCHING)
+                await self._connection.run_sync(stored.set_generation, self.name, self._generation)
+                await self._replay(Stage.SWITCHING, rest)
                 if not incomplete:
                     await self._do(self._check_complete)
                 await self._do(self._settle)
-                await self._do(self._shadow.switch, [self._number(self._old), self._number(self._new)])
+                await self._do(self._shadow.switch, [self._old, self._new])
 
         await _patiently(once)
+
+    def _check_complete(self, connection: Connection) -> None:
+        """Raise `StoreError` if the inbox knows events that the live projection has had, and the rebuild has not."""
+        history.compare_all(connection)
+        old, new = inbox_table.alias(), inbox_table.alias()
+        same_event = new.c.tenant == old.c.tenant, new.c.event_id == old.c.event_id
+        lacking = (
+            select(old.c.tenant, old.c.event_id)
+            .where(old.c.consumer == self._old)
+            .where(old.c.schema_version > 0)  # the others had no effect under that id
+            .where(~exists().where(new.c.consumer == self._new, *same_event))
+            .where(~claims.is_claimed(self.name, old))
+            .limit(len(self._left_out) + 1_000)
+        )
+        found = sum((tenant or None, event) not in self._left_out for tenant, event in connection.execute(lacking))
+        if found:
+            is_from_broker = not isinstance(self._past, history.Outbox)
+            other = "outbox" if is_from_broker else "broker" if isinstance(self.consumer.subscriber, Rereads) else ""
+            elsewhere = f"`--from {other}` if the {other} has them, " if other else ""
+            raise StoreError(
+                f"projection {self.name} is as it was: it has had {found:,} events or more that are not found any "
+                f"more; use {elsewhere}`--from FILE` for each archive that has them, or `--incomplete` if the new "
+                "table may lack them"
+            )
 
     def _settle(self, connection: Connection) -> None:
         """Messages that wait in lanes and were applied count as handled; the others go on waiting. Events that were
         left out, and that the live projection has had, count as handled too: the source will not deliver them again.
         """
-        old, new = self._number(self._old), self._number(self._new)
-        claims.move(connection, self.name, old, new)  # first: what is left out may wait
+        claims.move(connection, self.name, self._old, self._new)  # first: what is left out may wait
         for place, reason in self._left_out.items():
             tenant, event_id = place
-            if (digest := connection.scalar(_digest_in_inbox(old, place))) is not None:
-                self.inbox.admit(connection, new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
+            if (digest := connection.scalar(_digest_in_inbox(self._old, place))) is not None:
+                self.inbox.admit(connection, self._new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
             logger.warning("projection %s: event %s is left out: %s", self.name, event_id, reason)
 
 
@@ -421,16 +423,6 @@ def _digest_in_inbox(consumer: int, place: Place) -> Any:
     return select(inbox_table.c.digest).where(inbox_table.c.consumer == consumer, *here)
 
 
-async def _kept(rest: list[Sequence[Message]], past: History) -> AsyncGenerator[Sequence[Message], None]:
-    """The pages in ``rest``, and then those of the past, which are kept there for a retry of the switch."""
-    for page in [*rest]:
-        yield page
-    async with aclosing(past.pages()) as pages:
-        async for page in pages:
-            rest.append(page)
-            yield page
-
-
 async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
     """Retry after transient errors, such as locks and deadlocks."""
     attempt = 0
@@ -442,12 +434,3 @@ async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
                 raise
             logger.debug("a rebuild tries again: %s", redacted(str(error)))
             await asyncio.sleep(RETRY.delay(attempt))
-
-
-def _own_engine(engine: AsyncEngine) -> AsyncEngine:
-    """A separate pool: the live projection and the rebuild must not wait for each other's connections."""
-    own = with_own_pool(engine)
-    if own.dialect.name == "sqlite":
-        sqlite.configure_transactions(own.sync_engine)
-        return own
-    return own.execution_options(isolation_level="READ COMMITTED")

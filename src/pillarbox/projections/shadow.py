@@ -12,22 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
-from sqlalchemy import (
-    CheckConstraint,
-    Column,
-    Connection,
-    DefaultClause,
-    Dialect,
-    Executable,
-    MetaData,
-    Table,
-    UniqueConstraint,
-    delete,
-    insert,
-    inspect,
-    select,
-    text,
-)
+from sqlalchemy import Connection, MetaData, Table, delete, insert, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateTable
@@ -45,22 +30,9 @@ class Shadow:
 
     def __init__(self, live: Table) -> None:
         self.live = live
-        columns = [
-            Column(
-                each.name,
-                each.type,
-                primary_key=each.primary_key,
-                nullable=each.nullable,
-                autoincrement=False,
-                server_default=_default(each),
-            )
-            for each in live.columns
-            if each.computed is None
-        ]
-        # An event that violates a constraint of the live table must violate it here.
-        rules = [UniqueConstraint(*it.columns.keys()) for it in live.constraints if isinstance(it, UniqueConstraint)]
-        checks = [CheckConstraint(it.sqltext) for it in live.constraints if isinstance(it, CheckConstraint)]
-        self.table = Table("pillarbox_shadow", MetaData(), *columns, *rules, *checks, prefixes=["TEMPORARY"])
+        # With its constraints: an event that violates one of the live table must violate it here.
+        no_schema: Any = None
+        self.table = live.to_metadata(MetaData(), schema=no_schema, name="pillarbox_shadow")
 
     def create(self, connection: Connection) -> None:
         """Create it. A `ConfigurationError` if the rows of the live table cannot be replaced."""
@@ -76,23 +48,23 @@ class Shadow:
         if connection.dialect.name == "postgresql":
             # A plan that was made for the empty table would be used for the full one.
             connection.exec_driver_sql("SET plan_cache_mode = force_custom_plan")
-        connection.execute(self._made(connection.dialect))
+        connection.exec_driver_sql(self._definition(connection))
 
-    def _made(self, dialect: Dialect) -> Executable:
+    def _definition(self, connection: Connection) -> str:
         """CREATE TABLE, from the database's own definition of the live table where it can copy that."""
-        if dialect.name == "sqlite":
-            return CreateTable(self.table)
-        like = f"LIKE {dialect.identifier_preparer.format_table(self.live)}".replace(":", "\\:")
-        return text(
-            f"CREATE TEMPORARY TABLE {self.table.name} "
-            + (f"({like} INCLUDING ALL)" if dialect.name == "postgresql" else like)
-        )
+        if connection.dialect.name == "sqlite":
+            made = str(CreateTable(self.table, include_foreign_key_constraints=[]).compile(connection)).lstrip()
+            return made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1)
+        like = f"LIKE {connection.dialect.identifier_preparer.format_table(self.live)}"
+        if connection.dialect.name == "postgresql":
+            like = f"({like} INCLUDING ALL)"
+        return f"CREATE TEMPORARY TABLE {self.table.name} {like}"
 
     def switch(self, connection: Connection, consumers: Sequence[int]) -> None:
         """Replace the live rows. ``consumers`` are the numbers of the projection's generations in the inbox."""
-        names = self.table.columns.keys()
+        names = [column.name for column in self.live.columns if column.computed is None]
         for tenant in self._tenants(connection, consumers):
-            old, new = delete(self.live), select(self.table)
+            old, new = delete(self.live), select(*(self.table.c[name] for name in names))
             if tenant is not None:
                 connection.execute(_AS_TENANT, {"name": SETTING, "tenant": tenant})
                 old, new = old.where(self.live.c.tenant_id == tenant), new.where(self.table.c.tenant_id == tenant)
@@ -109,11 +81,6 @@ class Shadow:
             return [None]
         dealt_with = select(inbox.c.tenant).where(inbox.c.consumer.in_(consumers), inbox.c.tenant != "")
         return [*connection.scalars(dealt_with.union(select(self.table.c.tenant_id)))]
-
-
-def _default(column: Column[Any]) -> Any:
-    """The default of the database for a column; the object itself belongs to one column."""
-    return column.server_default.arg if isinstance(column.server_default, DefaultClause) else None
 
 
 _LOCK = "CONCAT(:key, ':', MD5(DATABASE()))"
