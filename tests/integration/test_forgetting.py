@@ -157,6 +157,18 @@ async def test_one_that_is_alive_is_left_alone(box: Pillarbox) -> None:
     assert (await forget(box))["inbox"] == 1
 
 
+async def test_one_that_has_just_registered_is_left_alone(box: Pillarbox) -> None:
+    """Its relay may not have been heard of yet, and its first note is seconds away."""
+    consumer = answering(box)
+    await consumer.register()
+    with pytest.raises(StoreError, match="'answers' was seen 0 seconds ago"):
+        await remains(box)
+    await be_gone(box)
+    await consumer.register()
+    with pytest.raises(StoreError, match="'answers' was seen 0 seconds ago"):
+        await forget(box)
+
+
 async def test_copies_of_its_dead_letters_go_with_it(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await broker.send("a stranger", [Message(TOPIC, "a", b"not json", {"event_id": "?"})])

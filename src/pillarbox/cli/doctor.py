@@ -343,8 +343,7 @@ def _consumers(connection: Connection) -> Iterator[Check]:
         if waited < _LONG:
             yield Check("consumers", State.OK, f"{consumer.name} was seen {age(max(0.0, waited))} ago")
         else:
-            what = "was last seen" if consumer.seen_at else "has never run; it was registered"
-            what = f"{consumer.name} {what} {age(waited)} ago"
+            what = f"{consumer.name} was last seen {age(waited)} ago"
             if tenants:
                 what += f", and {number(sum(tenants.values()), 'message')} that came in wait for it"
             start = start_a_relay(LOCAL if consumer.source == OUTBOX else INBOX_DESTINATION, consumer.name)

@@ -341,13 +341,15 @@ class ConsumerRecord(msgspec.Struct, frozen=True):
     lag: float | None
     """Seconds."""
     seen_at: datetime | None
-    """When a process of it last said something."""
+    """When a process of it last said something, its start included."""
     updated_at: datetime
     """When it was last registered as something else, or got another generation."""
 
 
 def register_consumer(connection: Connection, name: str, kind: str, source: str, topics: Sequence[str]) -> int:
-    """Make a consumer known, or what has changed about it; its generation. Processes that do it at once take turns."""
+    """Make a consumer known, or what has changed about it, and that it is seen now; its generation. Processes that do
+    it at once take turns.
+    """
     values = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
     this = consumers_table.c.id == stable_hash(name)
     with explained():
@@ -357,7 +359,8 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
         if found.name != name:
             raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
         if any(found._mapping[column] != value for column, value in values.items()):
-            connection.execute(update(consumers_table).where(this).values(updated_at=from_now(), **values))
+            values |= {"updated_at": from_now()}
+        connection.execute(update(consumers_table).where(this).values(seen_at=from_now(), **values))
     return int(found.generation)
 
 
