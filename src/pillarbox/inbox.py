@@ -106,8 +106,8 @@ class Inbox(Protocol):
         """
         ...
 
-    def has_claims(self, connection: Any, claims: int, beyond: int = 0) -> bool:
-        """Whether more than so many messages are spilled."""
+    def count_claims(self, connection: Any, claims: int, limit: int) -> int:
+        """How many messages are spilled; ``limit`` also if they are more."""
         ...
 
     def prune(self, connection: Any, consumer: int, older_than: timedelta, limit: int) -> int:

@@ -202,8 +202,8 @@ class MemoryInbox:
         self.claims.write(connection, (claims, claim), None)
         return True, spill.refused
 
-    def has_claims(self, connection: MemoryTransaction | None, claims: int, beyond: int = 0) -> bool:
-        return sum(of == claims for (of, _), _ in self.claims.seen(connection)) > beyond
+    def count_claims(self, connection: MemoryTransaction | None, claims: int, limit: int) -> int:
+        return min(limit, sum(of == claims for (of, _), _ in self.claims.seen(connection)))
 
     def prune(self, connection: MemoryTransaction | None, consumer: int, older_than: timedelta, limit: int) -> int:
         before = clock.current().now() - older_than

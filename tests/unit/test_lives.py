@@ -10,11 +10,10 @@ import sys
 from pillarbox.consumers import lives
 
 
-def test_a_process_lives_until_it_ends() -> None:
-    life = lives.begin()
-    assert not lives.has_died(life)
-    lives.end(life)
-    assert lives.has_died(life), "an earlier one had our number, and we know nothing of it"
+def test_this_process_lives() -> None:
+    assert not lives.has_died(lives.this())
+    earlier = lives.this().rpartition(":")[0] + ":a"
+    assert lives.has_died(earlier), "an earlier one had our number, and we know nothing of it"
 
 
 def test_a_process_that_is_no_more_has_died() -> None:

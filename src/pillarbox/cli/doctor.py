@@ -383,7 +383,7 @@ def _room(connection: Connection, box: Pillarbox) -> Iterator[Check]:
     """Consumers that receive nothing more."""
     for name, consumer in box.consumers.items():
         most = consumer.terms.max_spilled
-        if SqlInbox().has_claims(connection, consumer_id(name), beyond=most - 1):
+        if SqlInbox().count_claims(connection, consumer_id(name), most) >= most:
             what = f"{number(most, 'message')} wait for {name}, as many as may: it receives nothing more"
             remedy = f"see `pillarbox outbox list --inbound --route {quote(f'consumer:{name}')}` for what fails"
             yield Check("waiting", State.PROBLEM, what, remedy)

@@ -45,7 +45,7 @@ from .lanes import LaneDestination, LaneIntake
 from .processing import Processor
 from .progress import Progress
 from .reading import Reader
-from .report import ConsumerReport, Tally
+from .report import FULL_LANES, NO_DATABASE, NO_HOUSEKEEPING, ConsumerReport, Tally
 from .spilling import Spiller
 from .window import Work
 
@@ -135,16 +135,15 @@ class Consumer:
             spiller=self._spiller,
         )
         self._intakes = self._make_intakes(self._processor, subscriber, terms.retry)
-        self._running = False
+        self._users = 0
+        """How many let it work: `run`, `drain`, and each relay that it is `served` to."""
         self._stopping = False
-        self._is_served = False
-        """Whether it works for relays, and not because it was told to `run` or to `drain`."""
-        self._relays = 0
-        """How many bring messages to `destination`, besides any of our own."""
         self._finished = asyncio.Event()
         self._finished.set()
-        self._told = Tally()
-        self._life: str | None = None
+        self._noted = 0
+        """How many of the handled messages the database knows of."""
+        self._has_seen_lanes = False
+        """Whether what an earlier process has left in the lanes was looked for."""
         self._subscribe()
 
     def _make_intakes(self, processor: Processor, subscriber: Subscriber | None, retry: RetryPolicy) -> list[Intake]:
@@ -202,8 +201,7 @@ class Consumer:
 
     async def run(self) -> None:
         """Consume until `stop` is called or we are cancelled."""
-        self._begin()
-        try:
+        with self._working():
             await self._register_patiently(Failure.TRANSIENT)
             try:
                 async with _beside(self._keep_house()):
@@ -212,34 +210,24 @@ class Consumer:
             finally:
                 await self._note()
                 await self._end_life()
-        finally:
-            self._end()
 
     @asynccontextmanager
     async def served(self, *, draining: bool) -> AsyncIterator[None]:
         """Work as long as the block does, for a relay that sends to `destination`: there may be several at a time."""
-        if not self._running:
-            self._begin()
-            self._is_served = True
-        self._relays += 1
         try:
-            if draining:
-                await self.register()
-                with self._draining(), self.destination.draining():
-                    yield
-            else:
-                async with _beside(self._register_and_keep_house()):
-                    yield
+            with self._working(alone=False):
+                if draining:
+                    await self.register()
+                    async with _beside(self._keep_house()):
+                        with self._draining():
+                            yield
+                else:
+                    async with _beside(self._register_and_keep_house()):
+                        yield
         finally:
-            self._relays -= 1
-            if not self._relays:
-                try:
-                    await self.destination.finish()
-                    await self._note()
-                finally:
-                    if self._is_served and not self._relays:  # another may have come meanwhile
-                        self._is_served = False
-                        self._end()
+            if not self._users:
+                await self.destination.finish()
+                await self._note()
 
     async def _run_intakes(self) -> None:
         """Until all have come to their end. If one fails, so do the others."""
@@ -254,7 +242,7 @@ class Consumer:
         """Receive nothing more, finish what is being dealt with, and let `run` return. May be called from a signal
         handler.
         """
-        if self._running:
+        if self._users:
             self._stopping = True
             for intake in self._intakes:
                 intake.stop()
@@ -267,40 +255,42 @@ class Consumer:
         """Deal with all that is there now, and say what was done. Where the source cannot tell that there is no more,
         nothing new for ``idle`` seconds will do. A key that fails again and again is left.
         """
-        self._begin()
-        before = replace(self._report.tally)
-        try:
+        with self._working():
+            before = replace(self._report.tally)
             await self.register()
-            with self._draining():
-                while await self._drain_each(idle) and self._spiller is not None and not self._stopping:
-                    pass  # what one has settled may be what another waits for
+            async with _beside(self._keep_house()):
+                with self._draining():
+                    while await self._drain_each(idle) and self._spiller is not None and not self._stopping:
+                        pass  # what one has settled may be what another waits for
             await self._note()
-        finally:
-            self._end()
-        return _difference(self._report.tally, before)
+        return self._report.tally - before
 
     @contextmanager
     def _draining(self) -> Iterator[None]:
         """Try every key."""
         self._progress.holds = False
         try:
-            yield
+            with self.destination.draining():
+                yield
         finally:
             self._progress.holds = True
 
     async def _drain_each(self, idle: float) -> bool:
         """Whether anything was settled."""
-        [*received, lanes] = self._intakes
-        await self._look_for_room()
+        *received, lanes = self._intakes
         settled = [await intake.drain(idle) for intake in received]
-        if self._spiller is None or await self._has_lanes_to_drain(self._spiller):
+        if await self._has_lanes_to_drain():
             settled.append(await lanes.drain(idle))
+            await self._count_waiting()  # there may be room again
         return any(settled)
 
-    async def _has_lanes_to_drain(self, spiller: Spiller) -> bool:
-        if await self._home.apart(self._inbox.has_claims, spiller.claims):
+    async def _has_lanes_to_drain(self) -> bool:
+        if self._spiller is None or await self._count_waiting():
             return True
-        return bool(await self._home.inbound.ready([spiller.route.id]))
+        if self._has_seen_lanes:
+            return False
+        self._has_seen_lanes = True  # without a claim there is nothing but what a process that died has not settled
+        return bool(await self._home.inbound.ready([self._spiller.route.id]))
 
     async def redelivery(self) -> float | None:
         """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
@@ -311,14 +301,14 @@ class Consumer:
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._running
+        return self._users > 0
 
     @property
     def healthy(self) -> bool:
         """Whether it runs, its source is available, there is room in its lanes, and every tenant with waiting messages
         makes progress: something of it was dealt with within the consumer's patience.
         """
-        if not self._running or self._is_full:
+        if not self.alive or self._is_full:
             return False
         return all(it.connected for it in self._intakes) and self.progresses
 
@@ -356,7 +346,7 @@ class Consumer:
 
     def samples(self) -> Iterator[Sample]:
         """What gauges show of it while it runs."""
-        if not self._running:
+        if not self.alive:
             return
         labels, backlog, at_hand = (self.name,), self._intakes[0].backlog(), self._at_hand()
         yield Sample(telemetry.UNDELIVERED, labels, len(at_hand) if backlog is None else backlog)
@@ -364,21 +354,25 @@ class Consumer:
         yield Sample(telemetry.STANDSTILL, labels, len(self._standstill()))
         yield Sample(telemetry.VERSION_LAG, labels, self._report.version_lag)
 
-    def _begin(self) -> None:
-        if self._running:
+    @contextmanager
+    def _working(self, *, alone: bool = True) -> Iterator[None]:
+        if alone and self._users:
             raise ConfigurationError(f"consumer {self.name} runs already")
         if not self.effects.kinds:
             raise ConfigurationError(f"consumer {self.name} has no handler: register one with @{self.name}.on(...)")
-        if self._home.takes_turns:  # only now the database is known for sure
-            self._hands.concurrency = 1
-        self._running = True
-        self._stopping = False
-        self._finished.clear()
-        self._report.begins()
-
-    def _end(self) -> None:
-        self._running = False
-        self._finished.set()
+        if not self._users:
+            if self._home.takes_turns:  # only now the database is known for sure
+                self._hands.concurrency = 1
+            self._stopping = False
+            self._finished.clear()
+            self._report.begins()
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._finished.set()
 
     # -- its place in the database -------------------------------------------------------------------------------------
 
@@ -392,16 +386,17 @@ class Consumer:
         await self._home.apart(
             stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
         )
-        await self._look_for_room()
+        await self._count_waiting()
 
-    async def _look_for_room(self) -> None:
+    async def _count_waiting(self) -> int:
+        """How many messages wait in our lanes, and whether there may be more."""
         if self._spiller is None:
-            return
-        beyond = self.terms.max_spilled - 1
-        is_full = await self._home.apart(self._inbox.has_claims, self._spiller.claims, beyond=beyond)
-        if is_full is not self._spiller.is_full:
-            self._spiller.is_full = is_full
-            self._report.full(self.terms.max_spilled, is_full=is_full)
+            return 0
+        most = self.terms.max_spilled
+        waiting = await self._home.apart(self._inbox.count_claims, self._spiller.claims, most)
+        self._spiller.is_full = waiting >= most
+        self._report.outage(FULL_LANES, f"{most:,}" if self._spiller.is_full else None)
+        return waiting
 
     async def _register_patiently(self, *borne: Failure) -> None:
         """A consumer may start before its database."""
@@ -410,14 +405,15 @@ class Consumer:
             try:
                 await self.register()
                 await self._begin_life()
-                break
             except Exception as error:
                 if classify(error) not in borne:
                     raise
                 attempt += 1
-                if attempt == 1:
-                    self._report.away(redacted(f"{type(error).__name__}: {error}"))
+                self._report.outage(NO_DATABASE, redacted(f"{type(error).__name__}: {error}"))
                 await asyncio.sleep(min(self.terms.retry.delay(attempt), REGISTER_CAP))
+            else:
+                self._report.outage(NO_DATABASE, None)
+                return
 
     async def _register_and_keep_house(self) -> None:
         await self._register_patiently(Failure.TRANSIENT, Failure.UNKNOWN)  # as a relay waits for tables, too
@@ -428,17 +424,13 @@ class Consumer:
         lanes, which find out.
         """
         if self._spiller is not None:
-            self._life = self._life or lives.begin()
-            died = await self._home.apart(stored.begin_life, self.name, life=self._life, has_died=lives.has_died)
-            at_work = self._flow.concurrency * self._flow.batch
-            self._spiller.untrusted = at_work if died else 0
+            died = await self._home.apart(stored.begin_life, self.name, lives.this(), has_died=lives.has_died)
+            self._spiller.untrusted = self._flow.concurrency * self._flow.batch if died else 0
 
     async def _end_life(self) -> None:
-        if self._life is not None:
-            life, self._life = self._life, None
-            lives.end(life)
-            with suppress(Exception):  # then the next one is careful for nothing
-                await self._home.apart(stored.end_life, self.name, life=life)
+        if self._spiller is not None:
+            with suppress(Exception):  # then the next process is careful for nothing
+                await self._home.apart(stored.end_life, self.name, lives.this())
 
     async def _keep_house(self) -> None:
         while True:
@@ -448,25 +440,25 @@ class Consumer:
 
     async def _note(self) -> None:
         """Write down how far we have come, and let the inbox forget what it need not know."""
-        tally, position = replace(self._report.tally), self._report.position
+        handled, position = self._report.tally.handled, self._report.position
         try:
             await self._home.apart(
                 stored.report_position,
                 self.name,
-                handled=tally.handled - self._told.handled,
+                handled=handled - self._noted,
                 last_event_id=position.event_id,
                 last_occurred_at=position.occurred_at,
                 lag=self._lag(),
             )
-            self._told = tally  # whatever becomes of the rest, it is not counted again
-            await self._look_for_room()
+            self._noted = handled  # whatever becomes of the rest, it is not counted again
+            await self._count_waiting()
             for _ in range(PRUNED_IN_A_ROW):
                 if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
                     break
         except Exception as error:
-            self._report.not_noted(redacted(f"{type(error).__name__}: {error}"))
+            self._report.outage(NO_HOUSEKEEPING, redacted(f"{type(error).__name__}: {error}"))
         else:
-            self._report.noted()
+            self._report.outage(NO_HOUSEKEEPING, None)
 
     def _prune(self, connection: Connection) -> int:
         number = self.identify(connection)
@@ -494,12 +486,3 @@ def _occurred_at(work: Work) -> datetime | None:
     with suppress(KeyError, ValueError):
         return parse_moment(work.message.headers["occurred_at"])
     return None
-
-
-def _difference(after: Tally, before: Tally) -> Tally:
-    return Tally(
-        after.handled - before.handled,
-        after.duplicates - before.duplicates,
-        after.spilled - before.spilled,
-        after.failures - before.failures,
-    )

@@ -25,7 +25,7 @@ from .hands import Hands
 from .identity import KnownBy
 from .processing import Processed, Processor
 from .progress import Progress
-from .report import ConsumerReport
+from .report import NO_SOURCE, ConsumerReport
 from .spilling import Spilled, Spiller
 from .window import Line, Window, Work
 
@@ -179,14 +179,12 @@ class SubscriptionIntake:
                     subscription = await self._subscribe()
                     if subscription is None:
                         return
-                    if attempt:
-                        self._report.back()
+                    self._report.outage(NO_SOURCE, None)
                     attempt = 0
                     await self._serve(subscription)
                 except OSError as error:
                     attempt += 1
-                    if attempt == 1:
-                        self._report.away(redacted(f"{type(error).__name__}: {error}"))
+                    self._report.outage(NO_SOURCE, redacted(f"{type(error).__name__}: {error}"))
                     await self._pause(self._retry.delay(attempt))
         finally:
             self._stopping = False

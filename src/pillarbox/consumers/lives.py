@@ -1,4 +1,4 @@
-"""The lives of a consumer's processes: which of them have died before they could say that they end.
+"""The lives of processes: which of those that ran a consumer have died before they could say that they end.
 
 A process of this host that is no more has. Of those on other hosts nothing is known.
 """
@@ -9,26 +9,19 @@ import os
 import socket
 from uuid import uuid4
 
-_here: set[str] = set()
-"""Those of this process."""
+_drawn = uuid4().hex[:12]
+"""Tells this process from one that had its number before."""
 
 
-def begin() -> str:
-    """The name of a new life of this process."""
-    life = f"{socket.gethostname()}:{os.getpid()}:{uuid4().hex[:12]}"
-    _here.add(life)
-    return life
-
-
-def end(life: str) -> None:
-    """It has ended."""
-    _here.discard(life)
+def this() -> str:
+    """The name of the life of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_drawn}"
 
 
 def has_died(life: str) -> bool:
     """Whether the process of this life is no more."""
     host, pid, _ = life.rsplit(":", 2)
-    if host != socket.gethostname() or life in _here:
+    if host != socket.gethostname() or life == this():
         return False
     return int(pid) == os.getpid() or not _is_alive(int(pid))
 

@@ -6,8 +6,9 @@ import logging
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
+from typing import NamedTuple
 from uuid import UUID
 
 from .. import clock, telemetry
@@ -37,6 +38,9 @@ class Tally:
     failures: int = 0
     """Attempts that failed, whatever came of it."""
 
+    def __sub__(self, before: Tally) -> Tally:
+        return Tally(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
 
 @dataclass(slots=True)
 class Position:
@@ -44,6 +48,32 @@ class Position:
 
     event_id: UUID | None = None
     occurred_at: datetime | None = None
+
+
+class Outage(NamedTuple):
+    """What lasts for a while: it has a line when it begins, and one when it ends."""
+
+    begins: str
+    """With the name of the consumer, and the reason."""
+    ends: str
+    events: tuple[LogEvent, LogEvent] | None = None
+
+
+NO_SOURCE = Outage(
+    "consumer %s: its source is unavailable: %s",
+    "consumer %s: its source is there again",
+    (telemetry.LOG_SOURCE_AWAY, telemetry.LOG_SOURCE_BACK),
+)
+NO_DATABASE = Outage(
+    "consumer %s cannot start, as its database is unavailable, and tries again: %s", "consumer %s starts now"
+)
+NO_HOUSEKEEPING = Outage(
+    "consumer %s cannot store its position or prune its inbox, and tries again every few seconds: %s",
+    "consumer %s stores its position and prunes its inbox again",
+)
+FULL_LANES = Outage(
+    "consumer %s: %s messages wait in its lanes: none is received", "consumer %s: there is room in its lanes again"
+)
 
 
 class _Lines:
@@ -77,7 +107,7 @@ class ConsumerReport:
         self._consumer = consumer
         self._labels = (consumer,)
         self._lines = _Lines()
-        self._keeps_house = True
+        self._outages: set[Outage] = set()
         self._signals = signals
 
     def begins(self) -> None:
@@ -171,37 +201,15 @@ class ConsumerReport:
                 *(self._consumer, number, reason, _and_others(times)),
             )
 
-    def not_noted(self, reason: str) -> None:
-        """It cannot store how far it has come, or prune its inbox: a line for each outage."""
-        if self._keeps_house:
-            logger.warning(
-                "consumer %s cannot store its position or prune its inbox, and tries again every few seconds: %s",
-                *(self._consumer, reason),
-            )
-        self._keeps_house = False
-
-    def noted(self) -> None:
-        """It has done both."""
-        if not self._keeps_house:
-            logger.warning("consumer %s stores its position and prunes its inbox again", self._consumer)
-        self._keeps_house = True
-
-    def full(self, most: int, *, is_full: bool) -> None:
-        """As many messages wait in its lanes as may, or no longer so many."""
-        if is_full:
-            logger.warning("consumer %s: %s messages wait in its lanes: none is received", self._consumer, f"{most:,}")
-        else:
-            logger.warning("consumer %s: there is room in its lanes again", self._consumer)
-
-    def away(self, reason: str) -> None:
-        """The source is unavailable."""
-        extra = telemetry.fields(telemetry.LOG_SOURCE_AWAY, consumer=self._consumer, reason=reason)
-        logger.warning("consumer %s: its source is unavailable: %s", self._consumer, reason, extra=extra)
-
-    def back(self) -> None:
-        """It is there again."""
-        extra = telemetry.fields(telemetry.LOG_SOURCE_BACK, consumer=self._consumer)
-        logger.warning("consumer %s: its source is there again", self._consumer, extra=extra)
+    def outage(self, what: Outage, reason: str | None) -> None:
+        """It lasts, for this reason; or there is none (any more)."""
+        if (reason is None) != (what in self._outages):
+            return
+        self._outages ^= {what}
+        began = reason is not None
+        given = {"consumer": self._consumer, **({"reason": reason} if began else {})}
+        extra = None if what.events is None else telemetry.fields(what.events[not began], **given)
+        logger.warning(what.begins if began else what.ends, *given.values(), extra=extra)
 
     def _about(self, event: LogEvent, message: Message, **given: object) -> dict[str, object]:
         headers = message.headers

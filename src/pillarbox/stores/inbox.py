@@ -9,7 +9,8 @@ never each for the other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -88,9 +89,9 @@ class SqlInbox:
         connection.execute(delete(claims_table).where(this))
         return True, found.refused
 
-    def has_claims(self, connection: Connection, claims: int, beyond: int = 0) -> bool:
-        one_more = select(claims_table.c.line).where(claims_table.c.consumer == claims).limit(1).offset(beyond)
-        return connection.scalar(one_more) is not None
+    def count_claims(self, connection: Connection, claims: int, limit: int) -> int:
+        some = select(claims_table.c.line).where(claims_table.c.consumer == claims).limit(limit)
+        return connection.scalar(select(func.count()).select_from(some.subquery())) or 0
 
     def prune(self, connection: Connection, consumer: int, older_than: timedelta, limit: int) -> int:
         # The moment is a value, and no expression: an index serves no condition that could change from row to row.
@@ -350,41 +351,46 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
     """Make a consumer known, or what has changed about it, and that it is seen now; its generation. Processes that do
     it at once take turns.
     """
-    values = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
+    values: dict[str, Any] = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
     this = consumers_table.c.id == stable_hash(name)
+    known = select(consumers_table).where(this)
     with explained():
-        insert_missing(connection, consumers_table, [{"id": stable_hash(name), "updated_at": from_now(), **values}])
-        # As the update below would: those who hold the generation, one after the other, are not waited for.
-        found = connection.execute(select(consumers_table).where(this).with_for_update(key_share=True)).one()
+        found = connection.execute(known).one_or_none()
+        if found is None:
+            insert_missing(connection, consumers_table, [{"id": stable_hash(name), "updated_at": from_now(), **values}])
+            found = connection.execute(known.with_for_update(key_share=True)).one()  # another process's, it may be
         if found.name != name:
             raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
         if any(found._mapping[column] != value for column, value in values.items()):
-            values |= {"updated_at": from_now()}
+            values["updated_at"] = from_now()
+        # Those who hold the generation, one after the other, are not waited for.
         connection.execute(update(consumers_table).where(this).values(seen_at=from_now(), **values))
     return int(found.generation)
 
 
 def begin_life(connection: Connection, name: str, life: str, has_died: Callable[[str], bool]) -> bool:
     """Note that a process runs the consumer. Whether others have died that were noted; they no longer are."""
-    lives = _lives(connection, name)
-    left = [each for each in lives if not has_died(each)]
-    _note_lives(connection, name, [*left, life][-_LIVES_KEPT:])
-    return len(left) < len(lives)
+    with _lives(connection, name) as lives:
+        alive = [each for each in lives if not has_died(each)]
+        died = len(alive) < len(lives)
+        lives[:] = [*alive, life][-_LIVES_KEPT:]
+    return died
 
 
 def end_life(connection: Connection, name: str, life: str) -> None:
     """It does so no longer."""
-    _note_lives(connection, name, [each for each in _lives(connection, name) if each != life])
+    with _lives(connection, name) as lives:
+        if life in lives:
+            lives.remove(life)  # once: it may run the consumer in another box, too
 
 
-def _lives(connection: Connection, name: str) -> list[str]:
+@contextmanager
+def _lives(connection: Connection, name: str) -> Iterator[list[str]]:
+    """Those that are noted; what the block makes of them is noted."""
     this = consumers_table.c.id == stable_hash(name)
     noted = connection.execute(select(consumers_table.c.running).where(this).with_for_update(key_share=True)).scalar()
-    return json.loads(noted) if noted else []
-
-
-def _note_lives(connection: Connection, name: str, lives: Sequence[str]) -> None:
-    this = consumers_table.c.id == stable_hash(name)
+    lives: list[str] = json.loads(noted) if noted else []
+    yield lives
     connection.execute(update(consumers_table).where(this).values(running=json.dumps(lives)))
 
 
