@@ -202,7 +202,7 @@ class Collector:
         self._published: list[_Entry] = []
         self._plain: list[Aggregate] = []
         self._frames: list[_Frame] = []
-        self._handle: int | None = None
+        self._open: commit.OpenTransaction | None = None
         self._prepared: Any = None
         self._borrowed = False
         """Whether the transaction belongs to somebody else: then it may be undone although we have committed."""
@@ -433,8 +433,8 @@ class Collector:
             self._append_traced(connection, wanted)
         else:
             self._append_rows(connection, wanted)
-        if self._handle is None:
-            self._handle = commit.remember(connection.connection, self._frames[-1].written.rows)
+        if self._open is None:
+            self._open = commit.remember(connection.connection, self._frames[-1].written.rows)
 
     def _append_rows(self, connection: Connection, wanted: list[tuple[_Entry, Origin]]) -> None:
         deliveries: list[Delivery] = []
@@ -549,9 +549,9 @@ class Collector:
 
     def _end(self, frame: _Frame) -> None:
         unknown, rows = False, frame.written.count()
-        if self._handle is not None:
-            unknown = commit.forget(self._handle)
-            self._handle = None
+        if self._open is not None:
+            unknown = commit.forget(self._open)
+            self._open = None
         if self._outbox.signals.observers:
             # In a transaction that belongs to somebody else nothing was committed yet.
             ours = rows and self._prepared is not None

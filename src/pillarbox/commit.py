@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 from uuid import UUID
+from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
@@ -34,12 +35,13 @@ _POSTGRES_GOODBYES = frozenset({"57P01", "57P02", "57P03", "57P05"})
 _MYSQL_GOODBYES = frozenset({1053, 1077, 1078, 1079, 1317, 1927, 4031})
 
 
-class _Open:
+class OpenTransaction:
     """A transaction that has written to the outbox and has not ended."""
 
-    __slots__ = ("held_back", "unknown", "written")
+    __slots__ = ("connection", "held_back", "unknown", "written")
 
-    def __init__(self, written: Callable[[], Written]) -> None:
+    def __init__(self, connection: object, written: Callable[[], Written]) -> None:
+        self.connection = ref(connection)
         self.written = written
         self.held_back: asyncio.Task[object] | None = None
         """A task that was cancelled while COMMIT was on its way."""
@@ -47,28 +49,32 @@ class _Open:
         """Whether COMMIT was not answered."""
 
 
-_open: dict[int, _Open] = {}
-"""By the identity of the connection that will send COMMIT."""
+_open: WeakKeyDictionary[object, OpenTransaction] = WeakKeyDictionary()
+"""By the connection that will send COMMIT. A session whose ROLLBACK fails never says that its transaction has ended:
+then that is forgotten with the connection.
+"""
 _doubtful: set[int] = set()
 """Connections to PostgreSQL on which a statement has failed, by their identity. Unless a savepoint was rolled back
-since, COMMIT would undo everything, and be answered as if all were well.
+since, COMMIT would undo everything, and be answered as if all were well. One too many costs a question.
 """
 
 
-def remember(connection: object, written: Callable[[], Written]) -> int:
-    """The transaction on this connection writes outbox rows; the handle is for `forget`."""
-    _open[id(connection)] = _Open(written)
-    return id(connection)
+def remember(connection: object, written: Callable[[], Written]) -> OpenTransaction:
+    """The transaction on this connection writes outbox rows; what comes back is for `forget`."""
+    _open[connection] = transaction = OpenTransaction(connection, written)
+    return transaction
 
 
-def forget(handle: int) -> bool:
-    """The transaction has ended and its connection is back: a cancellation that was held back may come now. Whether its
-    outcome is unknown comes back.
+def forget(transaction: OpenTransaction) -> bool:
+    """It has ended and its connection is back: a cancellation that was held back may come now. Whether its outcome is
+    unknown comes back.
     """
-    ended = _open.pop(handle, None)
-    if ended is not None and ended.held_back is not None:
-        ended.held_back.cancel()
-    return ended is not None and ended.unknown
+    connection = transaction.connection()
+    if connection is not None:
+        _open.pop(connection, None)
+    if transaction.held_back is not None:
+        transaction.held_back.cancel()
+    return transaction.unknown
 
 
 def guard_commits(engine: Engine) -> None:
@@ -94,7 +100,7 @@ def guard_commits(engine: Engine) -> None:
         except Exception as error:
             if was_answered(dialect.name, error):
                 raise
-            transaction = _open.get(id(dbapi_connection))
+            transaction = _open.get(dbapi_connection)
             if transaction is not None:
                 transaction.unknown = True
             raise CommitOutcomeUnknown(transaction.written() if transaction else ()) from error
@@ -196,11 +202,14 @@ async def _apart(commit: Callable[[Any], None], dbapi_connection: Any) -> None:
 
 async def _to_the_end(sending: Coroutine[Any, Any, None], connection: object) -> None:
     """Run COMMIT until it is answered. A first cancellation waits for the answer; a second one gives up."""
-    held = _Held(sending)
+    held, raised = _Held(sending), False
     try:
         await held
+    except asyncio.CancelledError:
+        raised = True  # it was given up
+        raise
     finally:
-        if held.cancelled and not held.given_up and (task := asyncio.current_task()) is not None:
+        if held.cancelled and not raised and (task := asyncio.current_task()) is not None:
             task.uncancel()
             _hold_back(task, connection)
 
@@ -217,7 +226,6 @@ class _Held:
         self._future: Any = None
         self._limit: asyncio.TimerHandle | None = None
         self.cancelled = False
-        self.given_up = False
 
     def __await__(self) -> Generator[Any, None, None]:
         try:
@@ -247,7 +255,6 @@ class _Held:
         return False
 
     def _give_up(self) -> None:
-        self.given_up = True
         if self._limit is not None:
             self._limit.cancel()
         self._limit = self._future.get_loop().call_later(1.0, self._give_up)  # to close the connection may hang, too
@@ -256,7 +263,7 @@ class _Held:
 
 def _hold_back(task: asyncio.Task[object], connection: object) -> None:
     """Ask again for the cancellation, when the session knows what it has done and has cleaned up."""
-    transaction = _open.get(id(connection))
+    transaction = _open.get(connection)
     if transaction is not None:
         transaction.held_back = task
     else:

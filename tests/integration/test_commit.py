@@ -306,6 +306,42 @@ class TestCancellation:
             await asyncio.wait([task])
             assert (task.cancelled(), uow.committed) == (True, True)
 
+    async def test_h11_a_transaction_that_never_ended_takes_no_cancellation_from_the_next_connection(self) -> None:
+        """Python may put it where the one of that transaction was."""
+        lost = _Connection()
+        unended, place = commit.remember(lost, list), id(lost)
+        del lost
+        elsewhere = []
+        while id(connection := _Connection()) != place:
+            elsewhere.append(connection)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def send() -> None:
+            await answer
+
+        task = asyncio.create_task(commit._to_the_end(send(), connection))
+        await asyncio.sleep(0)
+        task.cancel()
+        answer.set_result(None)
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert not commit.forget(unended)
+
+    async def test_h11_a_second_cancellation_that_comes_with_the_answer_is_not_lost(self) -> None:
+        connection = _Connection()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def send() -> None:
+            await answer
+
+        task = asyncio.create_task(commit._to_the_end(send(), connection))
+        await asyncio.sleep(0)
+        task.cancel()
+        answer.set_result(None)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
     @pytest.mark.parametrize("of", ["a unit of work", "the store"])
     @pytest.mark.parametrize("after", ["some time", "a second cancellation"])
     async def test_h11_a_commit_that_hangs_is_given_up(
@@ -476,6 +512,10 @@ class TestRelays:
                     await getattr(store, run)(lambda connection: connection.execute(made))
             async with box.engine.connect() as connection:
                 assert (await connection.exec_driver_sql("SELECT count(*) FROM made")).scalar() == 0
+
+
+class _Connection:
+    """What it has beside its identity is of no interest."""
 
 
 def store_of(relay: Relay) -> Turns:
