@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from pillarbox import Message, MessageContext, Pillarbox, Poison, Reject, RetryPolicy, UnitOfWork
 from pillarbox.cli import doctor
@@ -21,9 +21,10 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination
 from pillarbox.errors import RouteError
-from pillarbox.outbox import Status
+from pillarbox.outbox import INBOUND, Status
+from pillarbox.stores import tables
 from pillarbox.stores.operations import Action
-from pillarbox.stores.tables import claims, failures
+from pillarbox.stores.tables import claims, failures, outbox
 from pillarbox.transport import Subscription
 from pillarbox.transports.memory import MemorySubscription, MemoryTransport
 from tests.conftest import EACH_DATABASE, FreshDatabase
@@ -484,6 +485,46 @@ async def test_what_cannot_be_read_parks_those_behind_it_and_none_before_it(
     await consumer.drain()
     assert numbers == [1]
     assert sorted(letter.message.key for letter in await dead_letters(box)) == ["a", "z"]
+
+
+@pytest.mark.dialects
+@pytest.mark.parametrize("batch", [1, 10])
+async def test_another_body_under_a_known_id_parks_those_behind_it_and_none_before_it(
+    box: Pillarbox, broker: MemoryTransport, batch: int
+) -> None:
+    await ask(box, ("a", 1), ("a", 2), ("a", 3), ("b", 1))
+    sent = {(it.key, number): it for it in broker.sent(TOPIC) for number in range(4) if b"%d" % number in it.body}
+    first, second, third, other = (sent[it] for it in [("a", 1), ("a", 2), ("a", 3), ("b", 1)])
+    consumer = box.consumer(
+        "parking", source="broker", topics=["parking"], batch=batch, concurrency=1, retry=QUICKLY, on_failure="park"
+    )
+    taken = list[tuple[str, int]]()
+    consumer.on(Asked)(lambda event: taken.append((event.subject, event.number)))
+    altered = b'{"subject": "a", "number": 9}'
+    bodies = [(first, first.body), (second, second.body), (first, altered), (third, third.body), (other, other.body)]
+    await broker.send("somebody", [Message("parking", it.key, body, it.headers) for it, body in bodies])
+    await consumer.drain()
+    assert (of("a", taken), of("b", taken)) == ([1, 2], [1])
+    [letter] = await dead_letters(box)
+    assert letter.message.body == altered
+    deliveries = tables.deliveries[INBOUND]
+    async with box.engine.connect() as connection:
+        failed = select(deliveries.c.event_id).where(deliveries.c.id == letter.row)
+        event_id = (await connection.execute(failed)).scalar_one()
+    assert await ask_for(box, Action.DISCARD, consumer.name, event_id) == 1
+    await consumer.drain()
+    assert (of("a", taken), await waiting(box)) == ([1, 2, 3], 0)
+
+
+async def test_what_cannot_be_read_parks_those_behind_it_in_a_batch_of_the_outbox(box: Pillarbox) -> None:
+    consumer = inside(box, batch=10, on_failure="park")
+    await publish(box, consumer, *[("a", number) for number in range(3)], ("b", 0))
+    async with box.engine.begin() as connection:
+        garble = update(outbox).where(outbox.c.body == b'{"subject":"a","number":1}').values(body=b"not json")
+        await connection.execute(garble)
+    await consumer.drain()
+    assert (of("a", await effects(box)), of("b", await effects(box))) == ([0], [0])
+    assert len(await dead_letters(box)) == 1
 
 
 async def test_a_policy_for_failures_is_park_or_skip(box: Pillarbox) -> None:

@@ -74,9 +74,11 @@ class Found:
     rows: Mapping[int, Sequence[Status]]
     """Of each message that was spilled."""
     late: Collection[int] = ()
-    """Those that have once failed for good: later ones did not wait for them."""
+    """Those that have once failed for good: later ones did not wait for them, unless their keys park."""
     unread: Collection[int] = ()
     """Those that were spilled when nobody could read them."""
+    parks: bool = False
+    """Whether the rest of a key waits behind what has failed for good."""
 
 
 def check_consumed(sent: Mapping[int, Sent], found: Found, *, ordered: bool) -> list[str]:
@@ -137,7 +139,7 @@ def _inversions(sent: Mapping[int, Sent], found: Found) -> list[str]:
     wrong = []
     for record in found.log:
         one = sent[record.mark]
-        if record.what != EFFECT or not one.message.key or one.mark in found.late:
+        if record.what != EFFECT or not one.message.key or (one.mark in found.late and not found.parks):
             continue  # what has failed for good comes back when a person says so, before others or after them
         if one.mark < newest.get(one.line, -1):
             wrong.append(f"C5 order: {_named(one)} took effect after message {newest[one.line]} of its key")

@@ -436,6 +436,20 @@ def _rest_of_a_line_spilled_before_what_is_left_of_it(patch: pytest.MonkeyPatch)
     patch.setattr(SubscriptionIntake, "_handle", handle)
 
 
+@mutant("C5 order", seed=2, ordered=True, batch=8, parks=True, lots=[Lot.FORGED, Lot.FINE])
+def _rest_of_a_key_goes_on_behind_another_body(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Processor, "_parks", property(lambda _self: False, lambda _self, _parks: None), raising=False)
+
+
+@mutant("C5 order", seed=6, ordered=True, parks=True)
+def _another_body_spilled_behind_the_rest_of_its_key(patch: pytest.MonkeyPatch) -> None:
+    def write(self: Spiller, connection: Any, spilled: Sequence[Spilled]) -> Any:
+        return original(self, connection, sorted(spilled, key=lambda each: each.known_by is KnownBy.BODY))
+
+    original = Spiller.write
+    patch.setattr(Spiller, "write", write)
+
+
 # -- its life ----------------------------------------------------------------------------------------------------------
 
 

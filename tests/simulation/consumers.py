@@ -156,8 +156,8 @@ class SimulatedConsumer:
 class ConsumerWorld(Course):
     """Everything that a seed stands for.
 
-    ``ordered``, ``batch``, ``narrow``, ``lots`` and ``focus`` leave less to chance. In a ``calm`` world nothing happens
-    but what ``crash_at`` says.
+    ``ordered``, ``batch``, ``narrow``, ``lots``, ``parks`` and ``focus`` leave less to chance. In a ``calm`` world
+    nothing happens but what ``crash_at`` says.
     """
 
     process = "consumer"
@@ -170,6 +170,7 @@ class ConsumerWorld(Course):
         batch: int | None = None,
         narrow: bool | None = None,
         lots: Sequence[Lot] | None = None,
+        parks: bool | None = None,
         focus: Focus | None = None,
         calm: bool = False,
         crash_at: tuple[int, str] | None = None,
@@ -185,6 +186,8 @@ class ConsumerWorld(Course):
         """Whether a consumer has room for few messages only."""
         self.fails: str | None = "one" if lots is None and not calm and seed % 10 == 3 else None
         """A tenant of which everything fails as long as fate does not relent."""
+        self.parks = lots is None and not calm and seed % 10 == 1 if parks is None else parks
+        """Whether the rest of a key waits behind what has failed for good."""
         self.prunes = not calm and seed % 10 == 5
         """Whether the inbox forgets what it may before people look at what has failed."""
         self.database = Database(self.chaos, log=seed % 2 == 0)
@@ -272,7 +275,7 @@ class ConsumerWorld(Course):
         self.violations += self.database.wrong + self.database.store.wrong_gates()
         late = {self._mark(self.database.store.row(row)) for row in self.database.store.ever_failed}
         late |= {self._mark(it) for it in self.database.store.rows() if "pillarbox_failure" in it.row.headers}
-        found = Found(self.database.log, rows, late, self.unread)
+        found = Found(self.database.log, rows, late, self.unread, parks=self.parks)
         self.violations += check_consumed(self.sent, found, ordered=self.broker.ordered)
 
     def _unfinished(self) -> list[str]:
@@ -385,7 +388,7 @@ class ConsumerWorld(Course):
             return
         for stored in self.database.store.rows():
             if stored.status is Status.FAILED and not self.database.store.is_requested(stored.id):
-                self._order(stored, self.draw.choice(ORDERS))
+                self._order(stored, self.draw.choice(ORDERS[:-1] if self.parks else ORDERS))
 
     def _person_gives_an_order(self) -> None:
         rows = self.database.store.rows()
@@ -480,7 +483,14 @@ class ConsumerWorld(Course):
         effects.add([Noted, NotedAnew] if self.deployed else [Noted], self.handle)
         report, progress = ConsumerReport(NAME, home.signals), Progress(PATIENCE)
         reader, hands = Reader(NAME, effects, home.codecs), Hands(self._flow.concurrency)
-        spiller = Spiller(NAME, home.as_home, self.database.inbox, _identify, retry=self._retry, on_failure="skip")
+        spiller = Spiller(
+            NAME,
+            home.as_home,
+            self.database.inbox,
+            _identify,
+            retry=self._retry,
+            on_failure="park" if self.parks else "skip",
+        )
         processor = Processor(
             NAME,
             home.as_home,
@@ -492,6 +502,7 @@ class ConsumerWorld(Course):
             identify=_identify,
             timeout=PATIENCE,
             spiller=spiller,
+            parks=self.parks,
         )
         destination = LaneDestination(
             processor,

@@ -40,8 +40,7 @@ class InboundStore(SimulatedStore):
         keys = super()._fail(failures)
         dead = [*_dead(failures)]
         self.ever_failed.update(dead)
-        if all(self._routes[self._rows[row].lane.route].on_failure is FailurePolicy.SKIP for row in dead):
-            self.gate(dead, gate=False)
+        self.gate([row for row in dead if not self._parks(self._rows[row])], gate=False)
         return keys
 
     def _carry_out(self, lane: Any, numbers: Sequence[int]) -> list[Key]:
@@ -69,13 +68,18 @@ class InboundStore(SimulatedStore):
         return {row for row in rows if self._rows[row].row.event_id not in held}
 
     def wrong_gates(self) -> list[str]:
-        """Claims that keep later messages waiting for ever."""
+        """Claims that keep later messages waiting for ever, where keys do not park."""
         failed = {row.row.event_id for row in self.rows() if row.status is Status.FAILED}
+        if any(map(self._parks, self.rows())):
+            return []
         return [
             f"C11 gate: {claim.delivery} has failed, and others wait for it"
             for _, claim in self.inbox.claims.seen(None)
             if claim.gate and (claim.refused is not None or claim.delivery in failed)
         ]
+
+    def _parks(self, stored: Any) -> bool:
+        return self._routes[stored.lane.route].on_failure is FailurePolicy.PARK
 
     def _lock(self, rows: Iterable[int]) -> None:
         for place, _ in self._claims_of(rows):

@@ -133,6 +133,7 @@ class Consumer:
             identify=self.identify,
             timeout=terms.timeout,
             spiller=self._spiller,
+            parks=terms.on_failure == FailurePolicy.PARK,
         )
         self._intakes = self._make_intakes(self._processor, subscriber, terms.retry)
         self._users = 0

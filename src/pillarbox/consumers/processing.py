@@ -100,6 +100,14 @@ class _GatedError(Exception):
         self.lines = lines
 
 
+class _AlteredError(Exception):
+    """The message's id was seen before, with another body."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        super().__init__(why_altered(arrival))
+        self.arrival = arrival
+
+
 class _SomeFailedError(Exception):
     """These messages have failed by themselves."""
 
@@ -128,6 +136,7 @@ class Processor:
         identify: Callable[[Connection], int],
         timeout: float,
         spiller: Spiller | None,
+        parks: bool,
     ) -> None:
         self._name = name
         self._home = home
@@ -139,6 +148,8 @@ class Processor:
         self._identify = identify
         self._timeout = timeout
         self._spiller = spiller
+        self._parks = parks
+        """Whether the rest of a key waits behind a message that has failed for good."""
         self._begun = 0
         """How often the database has let handlers begin."""
         self._gated: dict[Line, float] = {}
@@ -257,7 +268,7 @@ class Processor:
                 opened.append(found)
             elif found is not None:
                 processed.failed.append((work, found))
-                if self._spiller is not None and self._spiller.parks:  # those behind it wait for it in the lane
+                if self._parks:
                     stopped.add(work.line)
             else:
                 if work.claim is not None:
@@ -278,7 +289,7 @@ class Processor:
         processed, new, duplicates = Processed(), [], 0
         for found, admission in zip(opened, admissions, strict=True):
             if admission is Admission.ALTERED:
-                processed.failed.append((found.work, self._altered(found)))
+                processed.failed.append((found.work, _altered(found.work, found.arrival)))
                 continue
             processed.settled.append(found.work)
             if admission is None:
@@ -300,6 +311,14 @@ class Processor:
         tenant, spilled = opened[0].work.tenant, None
         async with self._home.unit_of_work(tenant=tenant, timeout=self._timeout, new_transaction=True) as uow:
             admissions, gated = await self._home.within(uow, self._admit, tenant, opened)
+            if self._parks and Admission.ALTERED in admissions:
+                raise _SomeFailedError(
+                    {
+                        id(found.work): _AlteredError(found.arrival)
+                        for found, it in zip(opened, admissions, strict=True)
+                        if it is Admission.ALTERED
+                    }
+                )
             answers: list[Admission | None] = [*admissions]
             if self._gated:
                 for found in opened:
@@ -394,13 +413,11 @@ class Processor:
             return None
         return _Readable(work, arrival_in(incoming), incoming)
 
-    def _altered(self, found: _Readable) -> Trouble:
-        known = found.arrival
-        return Trouble(Failure.POISON, why_altered(known), altered(known), KnownBy.BODY, found.work.tenant)
-
     def _trouble(self, work: Work, error: BaseException) -> Trouble:
         failure = classify(error)
         reason = redacted(str(error) if failure is Failure.BUSINESS else f"{type(error).__name__}: {error}")
+        if isinstance(error, _AlteredError):
+            return _altered(work, error.arrival)
         if isinstance(error, _RefusedError):
             return self._unreadable(work.message, work.refused_as or Failure.POISON, str(error))
         self._report.failed(work.message, failure, reason, error)
@@ -418,6 +435,10 @@ class Processor:
         except EventError:  # nobody's: what a tenant has in the inbox is not for strangers to fill
             tenant = None
         return Trouble(failure, reason, arrival_of(message), KnownBy.CONTENT, tenant)
+
+
+def _altered(work: Work, arrival: Arrival) -> Trouble:
+    return Trouble(Failure.POISON, why_altered(arrival), altered(arrival), KnownBy.BODY, work.tenant)
 
 
 def _is_for_us(error: BaseException) -> bool:

@@ -84,8 +84,6 @@ class Spiller:
         self.route = Route(
             _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure=on_failure, retry=retry
         )
-        self.parks = on_failure == "park"
-        """Whether the rest of a key waits behind a message that has failed for good."""
         home.router.add(self.route)
 
     async def spill(self, spilled: Sequence[Spilled]) -> int:
@@ -97,13 +95,18 @@ class Spiller:
         return len(stored.deliveries)
 
     def _admit_and_write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored | None:
-        number, tenant = self._identify(connection), spilled[0].tenant
-        new: list[Spilled] = []
-        while spilled:
-            admissions = self._inbox.admit(connection, number, tenant, [each.arrival for each in spilled]).admissions
-            new += [each for each, it in zip(spilled, admissions, strict=True) if it is Admission.NEW]
-            spilled = [_altered(each) for each, it in zip(spilled, admissions, strict=True) if it is Admission.ALTERED]
+        number = self._identify(connection)
+        found = self._admit(connection, number, spilled)
+        if altered := {place: _altered(spilled[place]) for place in found if found[place] is Admission.ALTERED}:
+            spilled = [altered.get(place, each) for place, each in enumerate(spilled)]  # in its place in its line
+            again = self._admit(connection, number, [*altered.values()])
+            found |= dict(zip(altered, again.values(), strict=True))
+        new = [each for place, each in enumerate(spilled) if found[place] is Admission.NEW]
         return self.write(connection, new) if new else None
+
+    def _admit(self, connection: Connection, number: int, spilled: Sequence[Spilled]) -> dict[int, Admission]:
+        arrivals = [each.arrival for each in spilled]
+        return dict(enumerate(self._inbox.admit(connection, number, spilled[0].tenant, arrivals).admissions))
 
     def write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored:
         """Write claims and deliveries beside rows of the inbox that this transaction has written."""
