@@ -12,7 +12,20 @@ from uuid import UUID, uuid4
 
 import msgspec
 import pytest
-from sqlalchemy import CheckConstraint, Connection, Index, String, func, inspect, select, text
+from sqlalchemy import (
+    CheckConstraint,
+    Computed,
+    Connection,
+    ForeignKey,
+    Index,
+    String,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+)
+from sqlalchemy.event import listen
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -351,6 +364,45 @@ async def test_names_of_indexes_and_constraints_stay(box: Pillarbox) -> None:
     await jars.rebuild()
     async with box.engine.connect() as connection:
         assert await connection.run_sync(shape) == before
+
+
+@pytest.mark.dialects
+async def test_foreign_keys_and_computed_columns_of_the_table(box: Pillarbox) -> None:
+    """The database, and not an event, writes the one; the other table is not there for a temporary one."""
+
+    class Own(DeclarativeBase):
+        pass
+
+    class Shelf(Own):
+        __tablename__ = "rebuilt_shelves"
+
+        label: Mapped[str] = mapped_column(String(20), primary_key=True)
+
+    class StackRow(ProjectionRow, Own):
+        __tablename__ = "rebuilt_stacks"
+
+        label: Mapped[str] = mapped_column(ForeignKey(Shelf.label), primary_key=True)
+        grams: Mapped[int] = mapped_column(default=0)
+        double: Mapped[int] = mapped_column(Computed("grams * 2", persisted=True))
+
+    class Stacks(Projection, row=StackRow, guarded=False):
+        @on(JarFilled)
+        def filled(self, event: JarFilled) -> Change:
+            return self.put(label=event.label, grams=Add(event.grams))
+
+    if box.engine.dialect.name == "sqlite":
+        listen(box.engine.sync_engine, "connect", lambda made, _: made.execute("PRAGMA foreign_keys = ON"))
+    async with box.engine.begin() as connection:
+        await connection.run_sync(Own.metadata.create_all)
+        await connection.execute(insert(Shelf), [{"label": f"plum {number}"} for number in range(3)])
+    stacks = projected(box, Stacks)
+    await fill_jars(box, 3)
+    await stacks.drain()
+    whole = await rows_of(box, StackRow)
+    await spoil(box, "rebuilt_stacks", "grams = 7")
+    await stacks.rebuild()
+    assert await rows_of(box, StackRow) == whole
+    assert all(row[2] == 2 * row[1] for row in whole)
 
 
 async def test_what_waits_in_the_outbox_is_applied_once(box: Pillarbox) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -54,14 +54,6 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     removes: bool = False
 
 
-class _Form(NamedTuple):
-    """What a put with certain names looks like: worked out once."""
-
-    key: tuple[str, ...]
-    values: tuple[tuple[str, str], ...]
-    is_whole: bool
-
-
 class Shape:
     """The columns of a projection's row, and what each of them holds if an event does not say it."""
 
@@ -87,31 +79,15 @@ class Shape:
         self.columns = tuple(c.name for c in table.columns if c.name not in fixed and c.computed is None)
         self._names = {name: column for name, column in names.items() if column in {*self.key, *self.columns}}
         self._defaults = {name: made for name in self.columns if (made := _default(table.c[name])) is not None}
-        self._form = cache(self._make_form)
+        self.form = cache(self._form)
 
     def identity(self, key: Key, tenant: str | None) -> tuple[Any, ...]:
         """The whole primary key, in the order of the table."""
         values = dict(zip(self.key, key, strict=True))
         return tuple(tenant if column.name == self.tenant else values[column.name] for column in self.table.primary_key)
 
-    # -- changes -------------------------------------------------------------------------------------------------------
-
-    def put(self, values: Mapping[str, Any]) -> Change:
-        """What to change."""
-        form = self._form(tuple(values))
-        content = {column: values[name] for name, column in form.values}
-        is_whole = form.is_whole and Add not in map(type, content.values())
-        return Change(tuple([values[name] for name in form.key]), content, is_whole)
-
-    def remove(self, values: Mapping[str, Any]) -> Change:
-        form = self._form(tuple(values))
-        if form.values:
-            raise ConfigurationError(
-                f"{self.row.__qualname__}: remove takes the primary key, and no {form.values[0][0]!r}"
-            )
-        return Change(tuple([values[name] for name in form.key]), self.blank, is_whole=True, removes=True)
-
-    def _make_form(self, names: tuple[str, ...]) -> _Form:
+    def _form(self, names: tuple[str, ...]) -> tuple[Sequence[str], Sequence[tuple[str, str]]]:
+        """Those of the names that make the key, and the columns that the others stand for, in their order."""
         for name in names:
             if name not in self._names:
                 raise ConfigurationError(
@@ -123,8 +99,8 @@ class Shape:
                 raise ConfigurationError(
                     f"{self.row.__qualname__}: {column!r} is in its primary key, and must be given"
                 )
-        values = tuple((by_column[column], column) for column in self.columns if column in by_column)
-        return _Form(tuple(by_column[column] for column in self.key), values, len(values) == len(self.columns))
+        others = [(column, by_column[column]) for column in self.columns if column in by_column]
+        return [by_column[column] for column in self.key], others
 
     # -- what an event does not say ------------------------------------------------------------------------------------
 

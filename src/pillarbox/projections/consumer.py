@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import Connection
 
 from ..consumers.consumer import Consumer
@@ -17,10 +15,7 @@ class ProjectionConsumer(Consumer):
     """Made by ``box.projection()``."""
 
     kind = "projection"
-
-    def __init__(self, name: str, home: Any, effects: Projection, **options: Any) -> None:
-        self.projection = effects
-        super().__init__(name, home, effects, **options)
+    effects: Projection
 
     def identify(self, connection: Connection) -> int:
         """The number of its generation, which no rebuild changes before this transaction ends."""
@@ -37,5 +32,5 @@ class ProjectionConsumer(Consumer):
         ``progress`` is called with each `Progress`, and may be async.
         """
         await self.register()
-        rebuild = Rebuild(self, self.projection, self._home.engine, self._reader, self._inbox, progress)
+        rebuild = Rebuild(self, self.effects, self._home.engine, self._reader, self._inbox, progress)
         return await rebuild.run(source, incomplete=incomplete)

@@ -36,7 +36,7 @@ from ..scope import TenantScoped, mixin_column
 from ..stores.columns import Utc, now
 from ..tenancy import session_tenant
 from ..unit_of_work import UnitOfWork
-from .change import Change, Key, Position, RowState, Shape
+from .change import Add, Change, Key, Position, RowState, Shape
 from .rows import Rows
 
 _KINDS = "__pillarbox_kinds__"
@@ -160,13 +160,19 @@ class Projection:
 
     def put(self, **values: Any) -> Change:
         """Change these columns of the row with this primary key. There will be one if there is none."""
-        return self._shape.put(values)
+        key, others = self._shape.form(tuple(values))
+        content = {column: values[name] for column, name in others}
+        is_whole = len(content) == len(self._shape.columns) and Add not in map(type, content.values())
+        return Change(tuple([values[name] for name in key]), content, is_whole)
 
     def remove(self, **key: Any) -> Change:
         """Remove the row with this primary key. A tombstone without content stays, so that older events do not bring
         it back; a later put does.
         """
-        return self._shape.remove(key)
+        names, others = self._shape.form(tuple(key))
+        if others:
+            raise ConfigurationError(f"{self.row.__qualname__}: remove takes the primary key, and no {others[0][1]!r}")
+        return Change(tuple([key[name] for name in names]), self._shape.blank, is_whole=True, removes=True)
 
     # -- `Effects` -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -107,25 +107,8 @@ From = Literal["outbox", "broker"] | Sequence[Path]
 """Where the past is: in the outbox, at the broker, or in these archives and then in the outbox."""
 
 _Found = TypeVar("_Found")
-
-
-class _Opened(NamedTuple):
-    arrival: Arrival
-    """Its digest is that of the body as received, which an operator may have edited since."""
-    incoming: Incoming
-
-    @property
-    def place(self) -> Place:
-        return self.incoming.context.tenant, self.arrival.event_id
-
-
-class _Decision(NamedTuple):
-    """An operator's edit or discard of a spilled message."""
-
-    place: Place
-    """The message in the inbox."""
-    body: bytes | None
-    """The body to apply; None if the message was discarded."""
+_Opened = tuple[Place, Arrival, Incoming]
+"""The digest of the arrival is that of the body as received, which an operator may have edited since."""
 
 
 @dataclass(eq=False)
@@ -158,15 +141,18 @@ class Rebuild:
         """The generation that is made, and the numbers of the live one and of that in the inbox."""
         self._left_out: dict[Place, str] = {}
         """Events that cannot be applied, or that an operator has discarded, and why."""
-        self._decided: dict[tuple[Place, bytes], _Decision] = {}
-        """The decisions of operators about events, by the digest of the body as received."""
+        self._decided: dict[tuple[Place, bytes], tuple[Place, bytes | None]] = {}
+        """What operators have decided about spilled messages, by their events and the digests of their bodies as
+        received: where the inbox has the message, and the body to apply; None if it was discarded."""
 
     async def run(self, source: From, *, incomplete: bool) -> Rebuilt:
         """Rebuild the projection from this source."""
         began = clock.current().monotonic()
         try:
             async with alone(self.engine, self.name):
-                await self._begin()
+                live = await self._clear()  # rebuilds that have died may have left rows
+                self._generation = live + 1
+                self._old, self._new = consumer_id(self.name, live), consumer_id(self.name, live + 1)
                 try:
                     async with self.engine.connect() as self._connection:
                         await self._do(self._shadow.create)
@@ -190,12 +176,8 @@ class Rebuild:
             if inspect.isawaitable(told):
                 await told
 
-    async def _begin(self) -> None:
-        live = await self._clear()  # rebuilds that have died may have left rows
-        self._generation = live + 1
-        self._old, self._new = consumer_id(self.name, live), consumer_id(self.name, live + 1)
-
     async def _end(self) -> None:
+        """Leave nothing in the inbox, whether the switch has committed or not."""
         try:
             await self._clear()
         except Exception as error:
@@ -278,18 +260,19 @@ class Rebuild:
         by_tenant: dict[str | None, list[_Opened]] = {}
         for message in page:
             if (opened := self._open(message)) is not None:
-                self._left_out.pop(opened.place, None)  # it may have come in an unknown version before
-                by_tenant.setdefault(opened.incoming.context.tenant, []).append(opened)
-        for theirs in by_tenant.values():
-            await self._take_effect(theirs)
+                self._left_out.pop(opened[0], None)  # it may have come in an unknown version before
+                by_tenant.setdefault(opened[0][0], []).append(opened)
+        for tenant, theirs in by_tenant.items():
+            await self._take_effect(tenant, theirs)
 
     def _open(self, message: Message) -> _Opened | None:
         place, digest = (message.headers.get("tenant_id"), named_event(message)), digest_of(message.body)
         decision = self._decided.get((place, ANY_BODY)) or self._decided.get((place, digest))
         if decision is not None:
-            if decision.body is None:
+            _, body = decision
+            if body is None:
                 return None
-            message = msgspec.structs.replace(message, body=decision.body)
+            message = msgspec.structs.replace(message, body=body)
         try:
             incoming = self.reader.read(message)
         except EventError as error:
@@ -300,7 +283,8 @@ class Rebuild:
             return None
         if incoming is None:
             return None
-        return _Opened(msgspec.structs.replace(arrival_in(incoming), digest=digest), incoming)
+        arrival = msgspec.structs.replace(arrival_in(incoming), digest=digest)
+        return (incoming.context.tenant, arrival.event_id), arrival, incoming
 
     def _leave_out(self, place: Place, event_type: str | None, error: Exception) -> None:
         """Leave out an event that is itself the cause of the error; any other error ends the rebuild."""
@@ -311,24 +295,24 @@ class Rebuild:
             ) from error
         self._left_out[place] = reason
 
-    async def _take_effect(self, opened: Sequence[_Opened]) -> None:
+    async def _take_effect(self, tenant: str | None, opened: Sequence[_Opened]) -> None:
         """Apply events of one tenant in one transaction. If one makes it fail, try the halves, down to that event."""
         try:
-            self._events += await self._do(self._write, opened)
+            self._events += await self._do(self._write, tenant, opened)
         except Exception as error:
             if classify(error) is Failure.TRANSIENT:
                 raise
             if len(opened) == 1:
-                self._leave_out(opened[0].place, opened[0].incoming.context.event_type, error)
+                [(place, _, incoming)] = opened
+                self._leave_out(place, incoming.context.event_type, error)
                 return
             half = len(opened) // 2
-            await self._take_effect(opened[:half])
-            await self._take_effect(opened[half:])
+            for part in (opened[:half], opened[half:]):
+                await self._take_effect(tenant, part)
 
-    def _write(self, connection: Connection, opened: Sequence[_Opened]) -> int:
-        tenant = opened[0].incoming.context.tenant
-        admissions = self.inbox.admit(connection, self._new, tenant, [it.arrival for it in opened]).admissions
-        new = [it.incoming for it, found in zip(opened, admissions, strict=True) if found is Admission.NEW]
+    def _write(self, connection: Connection, tenant: str | None, opened: Sequence[_Opened]) -> int:
+        admissions = self.inbox.admit(connection, self._new, tenant, [arrival for _, arrival, _ in opened]).admissions
+        new = [it[2] for it, admission in zip(opened, admissions, strict=True) if admission is Admission.NEW]
         self._projection.write(connection, tenant, new)
         return len(new)
 
@@ -336,17 +320,25 @@ class Rebuild:
 
     def _look_up_decisions(self, connection: Connection) -> None:
         """Read the decisions. One about an event that was applied before ends the rebuild: it cannot be undone."""
-        before, self._decided = self._decided, _decisions(claims.amended(connection, self.name))
-        for (place, form), decision in self._decided.items() - before.items():
-            if form == ANY_BODY and connection.scalar(_digest_in_inbox(self._new, decision.place)) is not None:
+        before, self._decided = self._decided, {}
+        for tenant, message, body in claims.amended(connection, self.name):
+            work = work_of(message)
+            if work.claim is not None:
+                # A message that was unreadable or altered says nothing about other bodies of its event.
+                form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
+                edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
+                event = work.tenant, named_event(work.message)
+                self._decided[event, form] = (tenant, work.claim.inbox_id), edited
+        for (event, form), (place, edited) in self._decided.items() - before.items():
+            if form == ANY_BODY and connection.scalar(_digest_in_inbox(self._new, place)) is not None:
                 raise StoreError(
-                    f"projection {self.name} is as it was: event {place[1]} was applied, and then a person edited "
+                    f"projection {self.name} is as it was: event {event[1]} was applied, and then a person edited "
                     "or discarded it: rebuild again"
                 )
-            if decision.body is None:
-                self._left_out[decision.place] = "a person has discarded it"
+            if edited is None:
+                self._left_out[place] = "a person has discarded it"
             else:
-                self._left_out.pop(place, None)  # perhaps it can be applied now
+                self._left_out.pop(event, None)  # perhaps it can be applied now
 
     # -- the switch ----------------------------------------------------------------------------------------------------
 
@@ -403,19 +395,6 @@ class Rebuild:
             if (digest := connection.scalar(_digest_in_inbox(self._old, place))) is not None:
                 self.inbox.admit(connection, self._new, tenant, [Arrival(event_id, LEFT_OUT, bytes(digest))])
             logger.warning("projection %s: event %s is left out: %s", self.name, event_id, reason)
-
-
-def _decisions(amended: Sequence[claims.Amended]) -> dict[tuple[Place, bytes], _Decision]:
-    found: dict[tuple[Place, bytes], _Decision] = {}
-    for tenant, message, body in amended:
-        work = work_of(message)
-        if work.claim is not None:
-            # A message that was unreadable or altered says nothing about other bodies of its event.
-            form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
-            place = work.tenant, named_event(work.message)
-            edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
-            found[place, form] = _Decision((tenant, work.claim.inbox_id), edited)
-    return found
 
 
 def _digest_in_inbox(consumer: int, place: Place) -> Any:
