@@ -16,10 +16,11 @@ from sqlalchemy import func, select, update
 
 from pillarbox import Message, MessageContext, Pillarbox, Poison, Reject, RetryPolicy, UnitOfWork
 from pillarbox.cli import doctor
-from pillarbox.consumers import intake
+from pillarbox.consumers import intake, processing
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination
+from pillarbox.consumers.processing import Processor
 from pillarbox.errors import RouteError
 from pillarbox.outbox import INBOUND, Status
 from pillarbox.stores import tables
@@ -163,6 +164,31 @@ async def test_h90_messages_of_a_gated_key_are_not_tried_before_those_in_its_lan
     await consumer.drain()
     assert mood.calls == [("b", 1), ("a", 1), ("a", 2)]
     assert await waiting(box) == 0
+
+
+async def test_what_waits_behind_others_is_spilled_with_the_effects_of_the_rest_of_its_batch(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processing, "GATE_SECONDS", 0.0)
+    consumer = answering(box, batch=50)
+    mood = moody(consumer)
+    mood.raises = lambda event: AWAY if event.subject == "a" else None
+    await ask(box, ("a", 1))
+    await receive(consumer)
+    commits, commit = list[int](), Processor._commit
+
+    async def count_them(self: Processor, opened: Any) -> Any:
+        commits.append(len(opened))
+        return await commit(self, opened)
+
+    monkeypatch.setattr(Processor, "_commit", count_them)
+    await ask(box, ("a", 2), ("b", 1), ("a", 3), ("b", 2))
+    await receive(consumer)
+    assert commits == [4]
+    assert (of("b", await effects(box)), await waiting(box, gate=True)) == ([1, 2], 3)
+    mood.raises = lambda _event: None
+    await consumer.drain()
+    assert of("a", await effects(box)) == [1, 2, 3]
 
 
 async def test_messages_without_a_key_wait_for_nobody(box: Pillarbox, broker: MemoryTransport) -> None:

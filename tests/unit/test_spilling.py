@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
+from pillarbox import clock
 from pillarbox.codecs import Codecs
+from pillarbox.consumers import spilling
 from pillarbox.consumers.home import Home
 from pillarbox.consumers.identity import KnownBy
 from pillarbox.consumers.spilling import Spilled, Spiller, work_of
@@ -17,6 +19,7 @@ from pillarbox.retry import RetryPolicy
 from pillarbox.route import Router
 from pillarbox.transport import Capabilities, Message
 from tests.memory.inbox import MemoryInbox
+from tests.unit.test_progress import Stopped
 
 
 async def test_another_body_under_a_known_id_is_spilled_as_such() -> None:
@@ -39,3 +42,25 @@ async def test_another_body_under_a_known_id_is_spilled_as_such() -> None:
     assert found == [KnownBy.EVENT, KnownBy.BODY]
     refused = [(spill.gate, spill.refused is None) for spill in inbox.claims.rows.values()]
     assert refused == [(True, True), (False, False)]
+
+
+def test_lanes_are_not_woken_at_once_for_what_waits_behind_others_but_all_of_it_is_counted() -> None:
+    told: list[int] = []
+    posts = SimpleNamespace(committed=lambda rows, _prepared: told.append(sum(rows.values())))
+    router = Router([], Codecs().named, {INBOX_DESTINATION: Capabilities()}, 1)
+    home = cast(Home, SimpleNamespace(router=router, posts=posts))
+    time = Stopped()
+    with clock.use(time):
+        spiller = Spiller("billing", home, MemoryInbox(), lambda _: 1, retry=RetryPolicy(), on_failure="skip")
+        message = Spilled(Message("orders", "k", b"", {}), Arrival(UUID(int=1), 1, b""), None)
+        one = spilling.Stored([spiller._delivery(message)], None)
+        spiller.committed(one, behind=True)
+        spiller.committed(one, behind=True)
+        spiller.committed(one, behind=True)
+        assert told == [1]
+        spiller.committed(one)
+        assert told == [1, 3]
+        spiller.committed(one, behind=True)
+        time.seconds += spilling.BEHIND_SECONDS
+        spiller.committed(one, behind=True)
+        assert told == [1, 3, 2]

@@ -8,7 +8,7 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from .. import clock
 from ..context import caused_by
 from ..errors import EventError
-from ..inbox import Admission, Admitted, Arrival, Inbox
+from ..inbox import Admission, Arrival, Inbox
 from ..redaction import redacted
 from ..transport import Message
 from .failure import Failure, classify
@@ -157,9 +157,9 @@ class Processor:
 
     async def process(self, works: Sequence[Work]) -> Processed:
         """Let messages of one tenant take effect, in order per line. One that was spilled comes alone."""
-        doubtful = {work.line for work in works if work.tries or work.line in self._gated}
+        doubtful = {work.line for work in works if work.tries or self._may_wait(work.line)}
         if doubtful and (others := [work for work in works if work.line not in doubtful]):
-            # They must neither fail nor wait with these.
+            # They must neither fail nor wait with these. What is spilled behind others does neither.
             return await self._in_turn((others, [work for work in works if work.line in doubtful]))
         return await self._try(works)
 
@@ -321,14 +321,13 @@ class Processor:
                 )
             answers: list[Admission | None] = [*admissions]
             if self._gated:
-                for found in opened:
-                    if found.work.line in self._gated and hash_of_line(found.work.message) not in gated:
-                        del self._gated[found.work.line]
+                for line in {found.work.line for found in opened} - gated:
+                    self._gated.pop(line, None)
             if gated and self._spiller is not None:
                 behind = [
                     place
                     for place, found in enumerate(opened)
-                    if hash_of_line(found.work.message) in gated and admissions[place] is Admission.NEW
+                    if found.work.line in gated and admissions[place] is Admission.NEW
                 ]
                 if behind:
                     self._wait_for_gates([opened[place].work for place in behind])
@@ -345,18 +344,30 @@ class Processor:
             except EventsFailedError as several:
                 raise _SomeFailedError({id(fresh[place].work): it for place, it in several.errors.items()}) from several
         if spilled is not None and self._spiller is not None:
-            self._spiller.committed(spilled)
+            self._spiller.committed(spilled, behind=True)
         return answers
 
-    def _admit(self, connection: Connection, tenant: str | None, opened: Sequence[_Readable]) -> Admitted:
+    def _admit(
+        self, connection: Connection, tenant: str | None, opened: Sequence[_Readable]
+    ) -> tuple[Sequence[Admission], set[Line]]:
+        """What the inbox says of each, and the lines that are gated."""
         number, arrivals = self._identify(connection), [found.arrival for found in opened]
         if self._spiller is None:
-            return self._inbox.admit(connection, number, tenant, arrivals)
+            return self._inbox.admit(connection, number, tenant, arrivals).admissions, set()
+        lines: dict[int, Line] = {}
 
-        def lines() -> set[int]:
-            return {hash_of_line(found.work.message) for found in opened} - {0}
+        def hashes() -> Collection[int]:
+            lines.update((hash_of_line(found.work.message), found.work.line) for found in opened)
+            lines.pop(0, None)
+            return lines
 
-        return self._inbox.admit(connection, number, tenant, arrivals, claims=self._spiller.claims, lines=lines)
+        admitted = self._inbox.admit(connection, number, tenant, arrivals, claims=self._spiller.claims, lines=hashes)
+        return admitted.admissions, {lines[line] for line in admitted.gated}
+
+    def _may_wait(self, line: Line) -> bool:
+        """Whether messages of this line may have to wait in memory for spilled ones."""
+        since = self._gated.get(line)
+        return since is not None and not GATE_SECONDS <= clock.current().monotonic() - since <= GATED_AGAIN
 
     def _wait_for_gates(self, behind: Sequence[Work]) -> None:
         now = clock.current().monotonic()

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from .. import clock
 from ..inbox import Admission, Arrival, Claim, Inbox, Spill, consumer_id
-from ..outbox import INBOX_DESTINATION, Delivery, FailurePolicy, count_rows, shard_of, stable_hash
+from ..outbox import INBOX_DESTINATION, Delivery, FailurePolicy, NewRows, count_rows, shard_of, stable_hash
 from ..retry import RetryPolicy
 from ..route import MAX_KEY_BYTES, MAX_TOPIC, OnFailure, Route
 from ..transport import Message
@@ -29,6 +29,8 @@ from .window import Work
 _NO_EVENT = "pillarbox.spilled"
 """The pattern of the routes of inbound lanes: no event is called so."""
 _MAX_EVENT_TYPE = 200
+BEHIND_SECONDS = 0.5
+"""Lanes are told of what was spilled behind others no more often than that."""
 _OURS = _INBOX_ID, _LINE, _KNOWN_BY, _FAILURE, _WHOLE = tuple(
     f"pillarbox_{name}" for name in ("inbox_id", "line", "known_by", "failure", "whole")
 )
@@ -81,6 +83,9 @@ class Spiller:
         self._home = home
         self._inbox = inbox
         self._identify = identify
+        self._untold: NewRows = {}
+        """Rows of which their lanes have not been told."""
+        self._told_at = 0.0
         self.route = Route(
             _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure=on_failure, retry=retry
         )
@@ -138,9 +143,14 @@ class Spiller:
         parks = self.route.record.on_failure is FailurePolicy.PARK
         return parks and spilled.tenant == spilled.message.headers.get("tenant_id")
 
-    def committed(self, stored: Stored) -> None:
-        """The transaction that wrote it has committed."""
-        self._home.posts.committed(count_rows(stored.deliveries, {}), stored.prepared)
+    def committed(self, stored: Stored, *, behind: bool = False) -> None:
+        """The transaction that wrote it has committed. Lanes are not woken at once for what was spilled ``behind``
+        others: all that they could do is park it. They come to it with those, or when they look for themselves.
+        """
+        rows, now = count_rows(stored.deliveries, self._untold), clock.current().monotonic()
+        if not behind or now - self._told_at >= BEHIND_SECONDS:
+            self._untold, self._told_at = {}, now
+            self._home.posts.committed(rows, stored.prepared)
 
     def _delivery(self, spilled: Spilled) -> Delivery:
         message, arrival, line = _storable(spilled.message), spilled.arrival, hash_of_line(spilled.message)
