@@ -30,7 +30,16 @@ class _Held(NamedTuple):
 class HostileBroker:
     """One topic, and one group of members."""
 
-    def __init__(self, chaos: Chaos, *, ordered: bool, deadline: float | None, echoes: float, prefetch: int) -> None:
+    def __init__(
+        self,
+        chaos: Chaos,
+        *,
+        ordered: bool,
+        deadline: float | None,
+        echoes: float,
+        prefetch: int,
+        counts: bool = True,
+    ) -> None:
         self.ordered = ordered
         self.deadline = deadline
         self.away = False
@@ -41,6 +50,8 @@ class HostileBroker:
         """How likely a message is to be there more than once."""
         self._prefetch = prefetch
         """How many messages a member holds at most."""
+        self._counts = counts
+        """Whether it says how often it has delivered a message."""
         self._on_their_way = 0
         self._waiting: dict[Line, deque[Message]] = {}
         self._owners: dict[Line, SimulatedSubscription] = {}
@@ -118,7 +129,8 @@ class HostileBroker:
                 self._owners[line] = member
             self._numbers += 1
             member.held[self._numbers] = _Held(line, message, now + (self.deadline or float("inf")))
-            packet.append(Received(message, attempt=1 + self._attempts[id(message)], handle=self._numbers))
+            before = self._attempts[id(message)] if self._counts else 0
+            packet.append(Received(message, attempt=1 + before, handle=self._numbers))
         if packet:
             member.arrives_at = max(member.arrives_at, now + self._draw.random() * 0.02)
             self._chaos.later(member.arrives_at - now, member.arrive, packet)
@@ -220,7 +232,8 @@ class SimulatedSubscription:
         await self._tell("ack", self._broker.ack, received)
 
     async def extend(self, received: Sequence[Received]) -> None:
-        await self._tell("extend", self._broker.extend, received)
+        """And those that nobody has asked for yet: who has room for few would be brought them again and again."""
+        await self._tell("extend", self._broker.extend, [*received, *self._arrived])
 
     async def close(self) -> None:
         self._chaos.later(self._draw_delay(), self._broker.drop, self)

@@ -28,6 +28,8 @@ class Lot(StrEnum):
     POISONOUS = "poisonous"
     DEADLY = "deadly"
     """The process dies of it, a few times."""
+    FATAL = "fatal"
+    """Every process dies of it."""
     GARBLED = "garbled"
     """It is no JSON."""
     MISSHAPEN = "misshapen"
@@ -40,11 +42,14 @@ class Lot(StrEnum):
     """The same event was sent in a version that is known, and in one that will be."""
 
 
+DEATHS = 20
+"""So many processes at most die of a message."""
 UNREADABLE = {Lot.GARBLED, Lot.MISSHAPEN, Lot.UNHEARD_OF}
-_MAY_FAIL = UNREADABLE | {Lot.PUZZLING, Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS, Lot.DEADLY, Lot.FORGED, Lot.NEWER}
-_NEEDS_A_PERSON = UNREADABLE | {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS}
+_MAY_FAIL = UNREADABLE | {Lot.PUZZLING, Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS, Lot.FORGED, Lot.NEWER}
+_MAY_FAIL |= {Lot.DEADLY, Lot.FATAL}
+_NEEDS_A_PERSON = UNREADABLE | {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS, Lot.FATAL}
 """These take effect only if a person has asked for that."""
-_CURABLE = {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS}
+_CURABLE = {Lot.STUBBORN, Lot.REFUSED, Lot.POISONOUS, Lot.FATAL}
 
 
 @dataclass
@@ -56,6 +61,8 @@ class Sent:
     lot: Lot
     failures: int = 0
     """How often it will still fail."""
+    deaths: int = 0
+    """How many processes have died of it."""
     twin: int | None = None
     """The other one with its id."""
     asked: set[str] = field(default_factory=set)
@@ -74,11 +81,11 @@ class Found:
     rows: Mapping[int, Sequence[Status]]
     """Of each message that was spilled."""
     late: Collection[int] = ()
-    """Those that have once failed for good: later ones did not wait for them, unless their keys park."""
+    """Those that have once failed for good."""
     unread: Collection[int] = ()
     """Those that were spilled when nobody could read them."""
     parks: bool = False
-    """Whether the rest of a key waits behind what has failed for good."""
+    """Whether later ones of their keys wait for them."""
 
 
 def check_consumed(sent: Mapping[int, Sent], found: Found, *, ordered: bool) -> list[str]:
@@ -111,12 +118,14 @@ def _wrong_with(one: Sent, rows: Sequence[Status], counts: Mapping[Record, int],
         wrong.append(f"C4 kind: {_named(one)} became {became}")
     if counts[Record(FOLLOW_UP, one.mark)] != effects:
         wrong.append(f"C7 follow-up: {_named(one)} has {counts[Record(FOLLOW_UP, one.mark)]}, and {became}")
-    least = rows == [Status.FAILED] and one.lot not in (Lot.REFUSED, Lot.DEADLY)
+    least = rows == [Status.FAILED] and one.lot not in (Lot.REFUSED, Lot.DEADLY, Lot.FATAL)
     most = one.lot in _MAY_FAIL and one.lot is not Lot.REFUSED
     if not least <= dead <= most:
         wrong.append(f"C8 dead letter: {_named(one)} has {dead}, and {became}")
     if one.lot not in _MAY_FAIL and one.mark in found.late:
         wrong.append(f"C4 kind: {_named(one)} has failed for good")
+    if one.deaths > DEATHS:
+        wrong.append(f"C12 deaths: {one.deaths} processes died of {_named(one)}")
     return wrong
 
 
@@ -137,10 +146,13 @@ def _inversions(sent: Mapping[int, Sent], found: Found) -> list[str]:
     """Per key, effects come in the order in which the messages were sent: their marks rise."""
     newest: dict[Line, int] = {}
     wrong = []
+    # What has failed for good comes back when a person says so, before others or after them, unless these wait for it.
+    # What could not be read was another message for the inbox, which may come again where it can be.
+    free = found.unread if found.parks else found.late
     for record in found.log:
         one = sent[record.mark]
-        if record.what != EFFECT or not one.message.key or (one.mark in found.late and not found.parks):
-            continue  # what has failed for good comes back when a person says so, before others or after them
+        if record.what != EFFECT or not one.message.key or one.mark in free:
+            continue
         if one.mark < newest.get(one.line, -1):
             wrong.append(f"C5 order: {_named(one)} took effect after message {newest[one.line]} of its key")
         newest[one.line] = max(one.mark, newest.get(one.line, -1))

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
 from uuid import UUID
 
@@ -21,6 +21,8 @@ from pillarbox.errors import CommitOutcomeUnknown, DuplicateEventError
 from pillarbox.outbox import INBOX_DESTINATION, Delivery, Direction, NewRows
 from pillarbox.relay import Pacing, Relay, RelayStore
 from pillarbox.route import Router
+from pillarbox.stores import inbox as stored
+from pillarbox.stores.operations import retry_now
 from pillarbox.telemetry import SILENT
 from pillarbox.transport import Capabilities, Publisher
 from tests.memory.inbox import MemoryInbox, MemoryTable, MemoryTransaction, RowLockedError
@@ -57,6 +59,8 @@ class _SerializationFailure(Exception):  # noqa: N818  named as the server calls
 class SimulatedTransaction(MemoryTransaction):
     """One that belongs to a process, and knows what will have been committed by it."""
 
+    dialect = SimpleNamespace(name="memory")
+
     def __init__(self, life: Life, linger: float) -> None:
         super().__init__()
         self.life = life
@@ -82,6 +86,16 @@ class Database:
             self.inbox, shards=SHARDS, draw_token=lambda: UUID(int=chaos.draw.getrandbits(128)), log=log
         )
         self.dead_letters = MemoryTable[UUID, Delivery]()
+        self.running = MemoryTable[str, tuple[Life, ...]]()
+        """The processes that are noted to run a consumer."""
+        self.housekeeping: Mapping[Callable[..., Any], Callable[..., Any]] = {
+            stored.begin_life: self._begin_life,
+            stored.end_life: self._end_life,
+            stored.register_consumer: _nothing,
+            stored.report_position: _nothing,
+            retry_now: _nothing,
+        }
+        """What is written in SQL beside the ports, and what takes its place here."""
         self.log: list[Record] = []
         """All that was committed, in this order."""
         self.settled: set[int] = set()
@@ -164,6 +178,20 @@ class Database:
         if name not in DULL:
             self._chaos.note(life.name, name, *args, options, result)
         reply(result)
+
+    def _begin_life(self, transaction: SimulatedTransaction, name: str, *_signs: object, **_of_death: object) -> bool:
+        """As `stored.begin_life` does it, but for the signs of death: here all processes have one number."""
+        ours = transaction.life
+        noted = self.running.hold(transaction, name) or ()
+        left = [it for it in noted if it.alive or it.host != ours.host]
+        self.running.write(transaction, name, (*left, ours))
+        return len(left) < len(noted)
+
+    def _end_life(self, transaction: SimulatedTransaction, name: str, *_signs: object) -> None:
+        left = [*(self.running.hold(transaction, name) or ())]
+        if transaction.life in left:
+            left.remove(transaction.life)
+        self.running.write(transaction, name, tuple(left))
 
     def restart(self) -> None:
         """No transaction survives it."""
@@ -272,13 +300,17 @@ class SimulatedPosts:
 class SimulatedHome:
     """The box of one process."""
 
-    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire) -> None:
+    takes_turns = False
+
+    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire, pacing: Pacing) -> None:
         self.signals = SILENT
         self.codecs = Codecs()
         self.router = Router([], self.codecs.named, {SOURCE: Capabilities(), INBOX_DESTINATION: Capabilities()}, SHARDS)
         self.posts = SimulatedPosts(database, self.router)
         self.inbound = database
         self.turn = nullcontext()
+        self._database = database
+        self._pacing = pacing
         self._unit = partial(SimulatedUnitOfWork, database, chaos, life, wire)
         self._relay = partial(
             Relay, cast(RelayStore, StorePort(database, life, wire)), name=life.name, draw=chaos.draw.random
@@ -295,13 +327,15 @@ class SimulatedHome:
     async def within(self, uow: SimulatedUnitOfWork, function: Callable[..., _Found], *arguments: Any) -> _Found:
         return await uow.ask("admit", lambda transaction: function(transaction, *arguments))
 
-    async def apart(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+    async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
+        here: Callable[..., _Found] = self._database.housekeeping.get(function, function)
         async with self._unit() as uow:
-            return await uow.ask("spill", lambda transaction: function(transaction, *arguments))
+            kind = "spill" if here is function else "keep house"
+            return await uow.ask(kind, lambda transaction: here(transaction, *arguments, **options))
 
-    def relay_to(self, consumer: str, destination: Publisher, pacing: Pacing) -> Relay:
+    def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:  # noqa: ARG002
         """As a box does it, but for the pacing."""
-        return self._relay({f"{INBOX_DESTINATION}:{consumer}": destination}, pacing=pacing)
+        return self._relay({f"{INBOX_DESTINATION}:{consumer}": destination}, pacing=self._pacing)
 
 
 def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
@@ -311,6 +345,10 @@ def _run_now(work: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as done:
         return done.value
     raise RuntimeError("a store in memory does not wait")
+
+
+def _nothing(*_arguments: Any, **_options: Any) -> None:
+    """What only people see."""
 
 
 def _record(transaction: SimulatedTransaction, record: Record) -> None:

@@ -9,13 +9,14 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from pillarbox.consumers import failure, intake, processing, spilling
+from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.failure import Failure
 from pillarbox.consumers.hands import Hands
 from pillarbox.consumers.identity import KnownBy, arrival_of
@@ -50,7 +51,7 @@ def mutant(*shows: str, seed: int = 0, **world: Any) -> Callable[[Plant], Plant]
 # -- one transaction ---------------------------------------------------------------------------------------------------
 
 
-@mutant("C2 once", "C3 both", seed=5)
+@mutant("C2 once", "C3 both", seed=4)
 def _effect_first_and_the_row_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
     async def commit(self: Processor, opened: Sequence[Any]) -> Sequence[Admission]:
         inbox: Any = self._inbox
@@ -91,7 +92,7 @@ def _effect_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedUnitOfWork, "flush", flush)
 
 
-@mutant("C7 follow-up")
+@mutant("C7 follow-up", seed=2)
 def _follow_up_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     def publish(self: SimulatedUnitOfWork, mark: int) -> None:
         apart = SimulatedUnitOfWork(self._database, self._chaos, self.transaction.life, self._wire)
@@ -155,7 +156,7 @@ def _ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SubscriptionIntake, "_work", hasty)
 
 
-@mutant("C6 acked", seed=54)
+@mutant("C6 acked", seed=112)
 def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     together = Processor._together
 
@@ -168,7 +169,7 @@ def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_together", careless)
 
 
-@mutant("C6 acked", seed=3)
+@mutant("C6 acked", seed=2)
 def _spill_acknowledged_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     async def careless(self: Spiller, spilled: Sequence[Spilled]) -> int:
         with suppress(Exception):
@@ -179,7 +180,7 @@ def _spill_acknowledged_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spiller, "spill", careless)
 
 
-@mutant("H93", seed=9)
+@mutant("H93", seed=2)
 def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
     work = SubscriptionIntake._work
 
@@ -204,12 +205,12 @@ def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
 # -- spilling ----------------------------------------------------------------------------------------------------------
 
 
-@mutant("C2 once", "C3 both")
+@mutant("C2 once", "C3 both", seed=3)
 def _spill_without_a_row_of_the_inbox(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spiller, "_admit_and_write", Spiller.write)
 
 
-@mutant("C1 loss", "C6 acked", seed=4)
+@mutant("C1 loss", "C6 acked", seed=10)
 def _altered_left_out_by_a_spill(patch: pytest.MonkeyPatch) -> None:
     def leave_out(self: Spiller, connection: Any, spilled: Sequence[Spilled]) -> Any:
         arrivals = [each.arrival for each in spilled]
@@ -232,7 +233,7 @@ def _unreadable_known_by_the_id_of_its_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_unreadable", unreadable)
 
 
-@mutant("C2 once", seed=6)
+@mutant("C2 once", seed=14)
 def _unreadable_that_can_be_read_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     def known(message: Message) -> Work:
         work = original(message)
@@ -262,6 +263,16 @@ def _failed_that_gates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InboundStore, "gate", gate)
 
 
+@mutant("C11 gate")
+def _discarded_that_keeps_its_claim(patch: pytest.MonkeyPatch) -> None:
+    def change(self: InboundStore, rows: Any, changes: Any) -> None:
+        if changes is not None:
+            original(self, rows, changes)
+
+    original = InboundStore._change
+    patch.setattr(InboundStore, "_change", change)
+
+
 @mutant("C4 kind", seed=6)
 def _redrive_that_keeps_why_it_was_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InboundStore, "gate", lambda self, rows, *, gate: self._change(rows, {"gate": gate}))
@@ -280,10 +291,59 @@ def _inbox_that_forgets_what_has_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryInbox, "prune", prune)
 
 
+# -- keys that park ----------------------------------------------------------------------------------------------------
+
+
+@mutant("C5 order", seed=8, parks=True, ordered=True)
+def _refused_that_does_not_gate_though_its_key_parks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InboundStore, "wrong_gates", lambda _self: [])  # the order must show it
+    patch.setattr(Spiller, "_gates", lambda _self, spilled: spilled.failure is None)
+
+
+@mutant("C5 order", seed=8, parks=True, ordered=True)
+def _gate_that_opens_before_a_person_has_decided(patch: pytest.MonkeyPatch) -> None:
+    def fail(self: InboundStore, failures: Sequence[Any]) -> Any:
+        keys = original(self, failures)
+        self.gate([failure.row for failure in failures if failure.retry_after is None], gate=False)
+        return keys
+
+    original = InboundStore._fail
+    patch.setattr(InboundStore, "wrong_gates", lambda _self: [])
+    patch.setattr(InboundStore, "_fail", fail)
+
+
+@mutant("C5 order", seed=28, parks=True, ordered=True, batch=8, lots=[Lot.GARBLED, Lot.FINE])
+def _unreadable_passed_by_what_comes_with_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Processor, "_parks", property(lambda _self: False, lambda _self, _parks: None), raising=False)
+
+
+# -- messages that kill ------------------------------------------------------------------------------------------------
+
+
+@mutant("C9 liveness", "C12 deaths", counts=False, hosts=1, lots=[Lot.FATAL, Lot.FINE])
+def _death_that_nobody_misses(patch: pytest.MonkeyPatch) -> None:
+    async def begin_life(self: Consumer) -> None:
+        await original(self)
+        cast(Spiller, self._spiller).untrusted = 0
+
+    original = Consumer._begin_life
+    patch.setattr(Consumer, "_begin_life", begin_life)
+
+
+@mutant("C9 liveness", "C12 deaths", counts=True, hosts=100, lots=[Lot.FATAL, Lot.FINE])
+def _redeliveries_that_nobody_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(intake, "_is_suspect", lambda _work: False)
+
+
+@mutant("C9 liveness", "C12 deaths", lots=[Lot.FATAL, Lot.FINE])
+def _batch_that_killed_its_owners_sent_as_a_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("pillarbox.sending.DEADLY_TRIES", 1_000_000)
+
+
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("C5 order", seed=4, ordered=True)
+@mutant("C5 order", seed=1, ordered=True)
 def _fresh_messages_that_do_not_wait_behind_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryInbox, "_gated", lambda *_arguments: ())
 

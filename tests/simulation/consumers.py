@@ -1,9 +1,9 @@
-"""Worlds of consumers: the shipped intakes and the processor between a hostile broker and a database that fails.
+"""Worlds of consumers: the shipped consumer between a hostile broker and a database that fails.
 
 A seed decides what is sent, what its handler makes of it, what goes wrong, and what people do about it. Each process
 has the intake from the broker, and a relay that brings it what was spilled. After the faults have stopped, every
-message must have exactly one effect, or one delivery that has failed or was discarded: `consumer_checker` says what is
-wrong.
+message must have exactly one effect, or one delivery that has failed or was discarded, or that waits behind such a one
+if keys park: `consumer_checker` says what is wrong.
 """
 
 from __future__ import annotations
@@ -14,24 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
-from pillarbox.consumers.dead_letters import DeadLetterRoute
+from pillarbox.consumers.consumer import Consumer, Terms
 from pillarbox.consumers.handling import EventsFailedError, Handlers, Incoming, MessageContext
-from pillarbox.consumers.hands import Hands
-from pillarbox.consumers.intake import Flow, Intake, SubscriptionIntake
-from pillarbox.consumers.lanes import LaneDestination, LaneIntake
-from pillarbox.consumers.processing import Processor
-from pillarbox.consumers.progress import Progress
-from pillarbox.consumers.reading import Reader
-from pillarbox.consumers.report import ConsumerReport
-from pillarbox.consumers.spilling import Spiller
+from pillarbox.consumers.intake import Flow
 from pillarbox.errors import Poison, Reject
 from pillarbox.event import IntegrationEvent
 from pillarbox.inbox import consumer_id
-from pillarbox.outbox import Status
+from pillarbox.outbox import FailurePolicy, Status
 from pillarbox.relay import Pacing
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message, Received
@@ -119,45 +111,11 @@ class Collecting(Handlers):
             raise EventsFailedError(errors)
 
 
-class SimulatedConsumer:
-    """The intakes of one process."""
-
-    def __init__(self, intakes: Sequence[Intake], effects: Handlers, reader: Reader) -> None:
-        self._intakes = intakes
-        self._effects = effects
-        self._reader = reader
-
-    def on(self, kind: type, handler: Callable[..., Any]) -> None:
-        """Handle these events, too."""
-        self._effects.add([kind], handler)
-        self._reader.refresh()
-
-    async def run(self) -> None:
-        """As `Consumer.run`."""
-        async with asyncio.TaskGroup() as tasks:
-            for intake in self._intakes:
-                tasks.create_task(intake.run())
-
-    async def drain(self) -> None:
-        """As `Consumer.drain`."""
-        while any([await intake.drain(0.5) for intake in self._intakes]):
-            pass
-
-    def stop(self) -> None:
-        """As `Consumer.stop`."""
-        for intake in self._intakes:
-            intake.stop()
-
-    def at_hand(self) -> list[Message]:
-        """What was received and is not settled."""
-        return [work.message for intake in self._intakes for work in intake.at_hand()]
-
-
 class ConsumerWorld(Course):
     """Everything that a seed stands for.
 
-    ``ordered``, ``batch``, ``narrow``, ``lots``, ``parks`` and ``focus`` leave less to chance. In a ``calm`` world
-    nothing happens but what ``crash_at`` says.
+    What is given besides the ``seed`` leaves less to chance. In a ``calm`` world nothing happens but what ``crash_at``
+    says.
     """
 
     process = "consumer"
@@ -171,11 +129,14 @@ class ConsumerWorld(Course):
         narrow: bool | None = None,
         lots: Sequence[Lot] | None = None,
         parks: bool | None = None,
+        counts: bool | None = None,
+        hosts: int | None = None,
         focus: Focus | None = None,
         calm: bool = False,
         crash_at: tuple[int, str] | None = None,
     ) -> None:
         super().__init__(seed, focus=focus, calm=calm, crash_at=crash_at)
+        self._own = random.Random(f"{seed} consumers")
         self.sent: dict[int, Sent] = {}
         self.others_away = False
         """Whether a service that handlers need is."""
@@ -186,8 +147,8 @@ class ConsumerWorld(Course):
         """Whether a consumer has room for few messages only."""
         self.fails: str | None = "one" if lots is None and not calm and seed % 10 == 3 else None
         """A tenant of which everything fails as long as fate does not relent."""
-        self.parks = lots is None and not calm and seed % 10 == 1 if parks is None else parks
-        """Whether the rest of a key waits behind what has failed for good."""
+        self.parks = seed % 4 == 2 if parks is None else parks
+        """Whether later messages of a key wait for a person behind one that has failed for good."""
         self.prunes = not calm and seed % 10 == 5
         """Whether the inbox forgets what it may before people look at what has failed."""
         self.database = Database(self.chaos, log=seed % 2 == 0)
@@ -197,6 +158,7 @@ class ConsumerWorld(Course):
             deadline=self.draw.choice((None, 3.0, 8.0)),
             echoes=0.0 if calm else self.draw.choice((0.0, 0.3, 0.8)),
             prefetch=12 if self.narrow else 1_000,
+            counts=self._own.random() < 0.5 if counts is None else counts,
         )
         self._flow = Flow(
             batch=self.draw.choice((1, 1, 3, 8)) if batch is None else batch,
@@ -211,6 +173,9 @@ class ConsumerWorld(Course):
         if self.draw.random() < 0.2:
             self._keys.append((None, ""))
         self._deadly = seed % 10 == 7
+        self._fatal = seed % 10 in (1, 7)
+        self._hosts = self._own.choice((1, 1, 1, 2)) if hosts is None else hosts
+        """How many hosts have processes. Each misses those of its own only that have died."""
         self._collects = seed % 3 == 1
         self._lots = lots
         self._is_over = False
@@ -235,7 +200,7 @@ class ConsumerWorld(Course):
         self._judge()
 
     def _plan(self) -> None:
-        lots = self._lots or (*LOTS, *[Lot.DEADLY] * self._deadly)
+        lots = self._lots or (*LOTS, *[Lot.DEADLY] * self._deadly, *[Lot.FATAL] * self._fatal)
         if self.prunes:  # of two with one id, the inbox may forget the one before a person has the other one tried
             lots = [lot for lot in lots if lot not in (Lot.FORGED, Lot.NEWER)]
         for _ in range(self.draw.randrange(6, 20)):
@@ -262,29 +227,27 @@ class ConsumerWorld(Course):
     def _deploy(self) -> None:
         self.chaos.note("deployed")
         spilled = [stored.row.headers for stored in self.database.store.rows()]
-        at_hand = [message.headers for life in self.living for message in life.relay.at_hand()]  # or just being spilled
+        at_hand = [it.message.headers for life in self.living for it in life.relay._at_hand()]  # or just being spilled
         self.unread = {int(headers[MARK]) for headers in spilled + at_hand if headers["schema_version"] == "v2"}
         self.deployed = True
         for life in self.living:
-            life.relay.on(NotedAnew, self.handle)
+            life.relay.on(NotedAnew)(self.handle)
 
     def _judge(self) -> None:
         rows: defaultdict[int, list[Status]] = defaultdict(list)
         for stored in self.database.store.rows():
             rows[self._mark(stored)].append(stored.status)
-        self.violations += self.database.wrong + self.database.store.wrong_gates()
+        self.violations += self.database.wrong + self.database.store.wrong_gates() + self.database.store.stale_claims()
         late = {self._mark(self.database.store.row(row)) for row in self.database.store.ever_failed}
         late |= {self._mark(it) for it in self.database.store.rows() if "pillarbox_failure" in it.row.headers}
         found = Found(self.database.log, rows, late, self.unread, parks=self.parks)
         self.violations += check_consumed(self.sent, found, ordered=self.broker.ordered)
 
     def _unfinished(self) -> list[str]:
-        found = [
-            f"C9 liveness: message {self._mark(stored)} is {stored.status}"
-            for stored in self.database.store.rows()
-            if stored.status not in (Status.SENT, Status.DISCARDED)
-            and not (stored.status is Status.FAILED and self._is_left(stored))
-        ]
+        waiting = [it for it in self.database.store.rows() if it.status not in (Status.SENT, Status.DISCARDED)]
+        left = {it.id for it in waiting if it.status is Status.FAILED and self._is_left(it)}
+        excused = left.union(self.database.store.waits_for_person(left) if self.parks else ())
+        found = [f"C9 liveness: message {self._mark(it)} is {it.status}" for it in waiting if it.id not in excused]
         if self.broker.backlog:
             found.append(f"C9 liveness: {self.broker.backlog} not acknowledged")
         return found or (["C9 liveness: the inbox was not pruned"] if self.prunes else [])
@@ -346,8 +309,11 @@ class ConsumerWorld(Course):
             await unit.flush()  # so that there is something to be undone
         if event.mark % 5 == 0:
             await asyncio.sleep(self.draw.random())
-        if sent.lot is Lot.DEADLY and sent.failures:
+        if (sent.lot is Lot.DEADLY and sent.failures) or (sent.lot is Lot.FATAL and "cured" not in sent.asked):
+            if sent.lot is Lot.FATAL:
+                await asyncio.sleep(self._own.choice((0.0, 0.0, 0.0)))
             sent.failures -= 1
+            sent.deaths += 1
             self.kill(unit.transaction.life)
             await asyncio.sleep(1.0)
         self._raise(sent, context.tenant)
@@ -388,7 +354,7 @@ class ConsumerWorld(Course):
             return
         for stored in self.database.store.rows():
             if stored.status is Status.FAILED and not self.database.store.is_requested(stored.id):
-                self._order(stored, self.draw.choice(ORDERS[:-1] if self.parks else ORDERS))
+                self._order(stored, self.draw.choice(ORDERS))
 
     def _person_gives_an_order(self) -> None:
         rows = self.database.store.rows()
@@ -401,7 +367,7 @@ class ConsumerWorld(Course):
         sent.asked.add(action)
         if action == "leave":
             return
-        if action != "discard" and self.draw.random() < 0.5:
+        if action != "discard" and (self.draw.random() < 0.5 or sent.lot is Lot.FATAL):
             sent.asked.add("cured")
         body = b'{"mark":%d}' % sent.mark if action == "edit" else None
         self.database.store.request(stored.id, action, body=body, event_id=stored.row.event_id)
@@ -411,11 +377,14 @@ class ConsumerWorld(Course):
         if self.loop.time() < ACTIVE + LAST_PRUNE or self.broker.backlog or self.database.open:
             return
         self.prunes = False
-        gone = self.database.inbox.prune(None, consumer_id(NAME), timedelta(seconds=-1), 1_000)
-        self.chaos.note("pruned", gone)
-        for stored in self.database.store.rows():
-            if stored.status not in (Status.SENT, Status.DISCARDED):
-                self.broker.publish(self.sent[self._mark(stored)].message)
+        count = self.database.inbox.prune(None, consumer_id(NAME), timedelta(seconds=-1), 1_000)
+        self.chaos.note("pruned", count)
+        store = self.database.store
+        waiting = [it.id for it in store.rows() if it.status not in (Status.SENT, Status.DISCARDED)]
+        gone = store.gone(waiting)  # a process that died may not have said so: these have taken effect
+        for row in waiting:
+            if row not in gone:
+                self.broker.publish(self.sent[self._mark(store.row(row))].message)
 
     # -- misfortunes ---------------------------------------------------------------------------------------------------
 
@@ -477,67 +446,34 @@ class ConsumerWorld(Course):
             super().start()
 
     def _begin(self, life: Life) -> None:
+        life.host = self._births % self._hosts
         wire = Wire(self.chaos, life)
-        home = SimulatedHome(self.database, self.chaos, life, wire)
+        pacing = Pacing(lease=LEASE, batch=self.draw.choice((2, 5, 50)), look=4.0, grace=self._flow.grace)
+        home = SimulatedHome(self.database, self.chaos, life, wire, pacing)
         effects = Collecting() if self._collects else Handlers()
-        effects.add([Noted, NotedAnew] if self.deployed else [Noted], self.handle)
-        report, progress = ConsumerReport(NAME, home.signals), Progress(PATIENCE)
-        reader, hands = Reader(NAME, effects, home.codecs), Hands(self._flow.concurrency)
-        spiller = Spiller(
-            NAME,
-            home.as_home,
-            self.database.inbox,
-            _identify,
-            retry=self._retry,
-            on_failure="park" if self.parks else "skip",
-        )
-        processor = Processor(
+        life.relay = consumer = Consumer(
             NAME,
             home.as_home,
             effects,
-            reader=reader,
+            source=SOURCE,
+            subscriber=SimulatedSubscriber(self.broker, self.chaos, life, wire, self._acked),
+            topics=[TOPIC],
             inbox=self.database.inbox,
-            report=report,
-            progress=progress,
-            identify=_identify,
-            timeout=PATIENCE,
-            spiller=spiller,
-            parks=self.parks,
-        )
-        destination = LaneDestination(
-            processor,
-            progress=progress,
-            hands=hands,
-            batch=self._flow.batch,
-            grace=self._flow.grace,
-            retry=self._retry,
-            dead_letters=DeadLetterRoute.of(NAME, SOURCE, home.as_home),
-        )
-        pacing = Pacing(lease=LEASE, batch=self.draw.choice((2, 5, 50)), look=4.0, grace=self._flow.grace)
-        subscription = SubscriptionIntake(
-            SimulatedSubscriber(self.broker, self.chaos, life, wire, self._acked),
-            [TOPIC],
-            NAME,
-            processor=processor,
-            spiller=spiller,
-            progress=progress,
-            hands=hands,
-            report=report,
             flow=self._flow,
-            retry=self._retry,
+            terms=Terms(
+                retry=self._retry,
+                timeout=PATIENCE,
+                patience=PATIENCE,
+                on_failure=FailurePolicy.PARK if self.parks else FailurePolicy.SKIP,
+            ),
         )
-        lanes = LaneIntake(destination, lambda it: home.relay_to(NAME, it, pacing), partial(asyncio.sleep, 0))
-        life.relay = SimulatedConsumer([subscription, lanes], effects, reader)
+        consumer.on(*[Noted, NotedAnew] if self.deployed else [Noted])(self.handle)
         self.chaos.note(life.name, "starts")
         self.loop.create_task(self._live(life)).set_name(life.name)
 
     def _lost(self, life: Life) -> None:
         self.broker.lost(life)
         self.database.lost(life)
-
-
-def _identify(_connection: Any) -> int:
-    return consumer_id(NAME)
 
 
 def simulate_consumers(seed: int, **options: Any) -> Result:

@@ -67,11 +67,24 @@ class InboundStore(SimulatedStore):
         held = {claim.delivery for _, claim in self.inbox.claims.seen(None)}
         return {row for row in rows if self._rows[row].row.event_id not in held}
 
+    def waits_for_person(self, left: Collection[int]) -> Collection[int]:
+        """The parked rows of keys whose first row is one of these, which have failed and are left as they are."""
+        found = set[int]()
+        for lane in self._lanes.values():
+            for rows in lane.keys.values():
+                if min(rows) in left:
+                    found.update(row for row, it in rows.items() if it.status is Status.PARKED)
+        return found
+
     def wrong_gates(self) -> list[str]:
-        """Claims that keep later messages waiting for ever, where keys do not park."""
-        failed = {row.row.event_id for row in self.rows() if row.status is Status.FAILED}
+        """Claims that keep later messages waiting for ever, or let them pass what has failed if its key parks."""
         if any(map(self._parks, self.rows())):
-            return []
+            return [
+                f"C11 gate: {claim.delivery} waits for its effect, and others do not wait for it"
+                for _, claim in self.inbox.claims.seen(None)
+                if not claim.gate
+            ]
+        failed = {row.row.event_id for row in self.rows() if row.status is Status.FAILED}
         return [
             f"C11 gate: {claim.delivery} has failed, and others wait for it"
             for _, claim in self.inbox.claims.seen(None)
@@ -80,6 +93,12 @@ class InboundStore(SimulatedStore):
 
     def _parks(self, stored: Any) -> bool:
         return self._routes[stored.lane.route].on_failure is FailurePolicy.PARK
+
+    def stale_claims(self) -> list[str]:
+        """Claims of what is at its end: nothing will ever delete them."""
+        over = {it.row.event_id for it in self.rows() if it.status in (Status.SENT, Status.DISCARDED)}
+        claims = [claim.delivery for _, claim in self.inbox.claims.seen(None)]
+        return [f"C11 gate: {delivery} is at its end, and has a claim" for delivery in claims if delivery in over]
 
     def _lock(self, rows: Iterable[int]) -> None:
         for place, _ in self._claims_of(rows):

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -31,6 +31,7 @@ class Life:
 
     def __init__(self, name: str, own_clock: SimulatedClock) -> None:
         self.name = name
+        self.host = 0
         self.clock = own_clock
         self.relay: Any = None
         self.alive = True
@@ -152,9 +153,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 def _close(coroutine: Any) -> None:
-    for _ in range(20):  # cleanup that awaits does not end at once
+    """The innermost one first: what one outside makes of it is not told apart from an error."""
+    for _ in range(50):  # cleanup that awaits does not end at once
         try:
-            coroutine.close()
+            for each in reversed([*_awaiting(coroutine)]):
+                each.close()
             return
         except RuntimeError:
             continue
+
+
+def _awaiting(coroutine: Any) -> Iterator[Any]:
+    """It, and those that it waits for, one inside the other."""
+    while hasattr(coroutine, "cr_await"):
+        yield coroutine
+        coroutine = coroutine.cr_await

@@ -154,6 +154,25 @@ def test_the_checker_asks_for_order_where_the_broker_kept_it() -> None:
     assert check_consumed(both, Found(log, {}, late={0}), ordered=True) == [], "later ones do not wait for what failed"
 
 
+def test_the_checker_asks_for_order_behind_what_has_failed_where_keys_park() -> None:
+    log = [Record(what, mark) for mark in (1, 0) for what in EFFECT]
+    both = sent(Lot.POISONOUS, Lot.FINE)
+    both[0].asked.add("redrive")
+    log.append(Record("dead letter", 0))
+    assert check_consumed(both, Found(log, {}, late={0}), ordered=True) == []
+    inverted = ["C5 order: message 0 (poisonous) of key acme/key took effect after message 1 of its key"]
+    assert check_consumed(both, Found(log, {}, late={0}, parks=True), ordered=True) == inverted
+
+
+def test_the_checker_counts_the_processes_that_a_message_kills() -> None:
+    killing = sent(Lot.FATAL)
+    killing[0].deaths = 21
+    killed = ["C12 deaths: 21 processes died of message 0 (fatal) of key acme/key"]
+    assert check_consumed(killing, found([()], {0: Status.FAILED}), ordered=True) == killed
+    killing[0].deaths = 13
+    assert check_consumed(killing, found([()], {0: Status.FAILED}), ordered=True) == []
+
+
 def test_of_two_with_one_id_one_takes_effect() -> None:
     both = sent(Lot.FORGED, Lot.FORGED)
     both[0].twin, both[1].twin = 1, 0
