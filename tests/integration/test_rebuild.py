@@ -1416,6 +1416,29 @@ async def test_a_rebuild_that_dies_is_mended_by_the_next_one(
     assert [number for number, size in left.items() if size] == [await generation(box, labels.name)]
 
 
+@on_postgres
+async def test_one_that_cannot_clear_the_inbox_has_rebuilt_the_table(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+
+    def fail(*_given: object) -> int:
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as patch:
+
+        async def cut() -> None:
+            patch.setattr(stored, "forget", fail)
+
+        assert (await labels.rebuild(progress=at(Stage.CLEARING, cut))).generation == 2
+    assert "the next rebuild clears the inbox: ConnectionError: away" in caplog.text
+    assert await inbox_size(box, labels.name, 1) == 10
+    await labels.rebuild()
+    assert [await inbox_size(box, labels.name, number) for number in (1, 2, 3)] == [0, 0, 10]
+
+
 async def test_one_may_begin_as_soon_as_another_one_has_ended(box: Pillarbox) -> None:
     engine = create_async_engine(box.engine.url, pool_size=20)
     for _ in range(20):

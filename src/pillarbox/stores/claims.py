@@ -190,18 +190,10 @@ def _redrive_failed(connection: Connection, consumer: str, handled: Exists) -> N
         connection.execute(insert(requests), asked)
 
 
-class Amended(NamedTuple):
-    """What a person has decided about a message that was spilled."""
-
-    tenant: str | None
-    message: Message
-    """As it stands in its lane."""
-    body: bytes | None
-    """That is to have its effect; None: nothing is."""
-
-
-def amended(connection: Connection, consumer: str) -> list[Amended]:
-    """What people have decided about messages in the inbound lanes of a consumer."""
+def amended(connection: Connection, consumer: str) -> list[tuple[str | None, Message, bytes | None]]:
+    """What operators have decided about messages in the inbound lanes of a consumer: the tenant, the message as it
+    stands in its lane, and the body that takes effect; None if the message was discarded.
+    """
     f, o = failures, _inbound
     rows = connection.execute(
         select(o.c.tenant, o.c.topic, o.c.key, cast(o.c.headers, Text), o.c.body, f.c.status, f.c.body)
@@ -210,7 +202,7 @@ def amended(connection: Connection, consumer: str) -> list[Amended]:
         .where(or_(f.c.status == Status.DISCARDED, f.c.body.is_not(None)))
     )
     return [
-        Amended(
+        (
             tenant,
             Message(topic, key, bytes(body), _decode_headers(headers)),
             None if status == Status.DISCARDED else bytes(edited),

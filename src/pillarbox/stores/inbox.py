@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, and_, bindparam, delete, exists, func, insert, select, text, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..errors import StoreError
 from ..inbox import Admission, Admitted, Arrival, Claim, Spill, consumer_id
 from ..outbox import stable_hash
 from .append import explained, insert_missing
+from .claims import is_claimed
 from .columns import from_now
 from .tables import claims as claims_table
 from .tables import consumers as consumers_table
@@ -419,14 +420,9 @@ def count_settled(connection: Connection, consumer: ConsumerRecord) -> int:
     """How many messages the inbox remembers that do not wait: they have taken effect, or a person has discarded them.
     Reads all of it. What could not be read is left out: once it can, the inbox knows its event, too.
     """
-    waits = exists().where(
-        claims_table.c.consumer == stable_hash(consumer.name),
-        claims_table.c.inbox_id == inbox.c.event_id,
-        claims_table.c.tenant == inbox.c.tenant,
-    )
     number = consumer_id(consumer.name, consumer.generation)
     known = select(func.count()).select_from(inbox).where(inbox.c.consumer == number, inbox.c.schema_version > 0)
-    return connection.scalar(known.where(~waits)) or 0
+    return connection.scalar(known.where(~is_claimed(consumer.name, inbox))) or 0
 
 
 class Known(NamedTuple):
