@@ -290,7 +290,9 @@ class Pillarbox:
         """
         self._use_in_this_process()
         if self._unit_sessions is None:
-            self._unit_sessions = self.bind(async_sessionmaker(self.engine, expire_on_commit=False))
+            # What a task that outlives its unit of work does with the session would begin a transaction without an end.
+            units = async_sessionmaker(self.engine, expire_on_commit=False, close_resets_only=False)
+            self._unit_sessions = self.bind(units)
         return UnitOfWork(
             self._unit_sessions,
             self.tenancy,

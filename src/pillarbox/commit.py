@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from .errors import CommitOutcomeUnknown
+from .errors import CommitOutcomeUnknown, SessionError
 
 GUARDED = "pillarbox_guards_commits"
 """The mark of a dialect whose COMMIT is guarded."""
@@ -92,6 +92,12 @@ def guard_commits(engine: Engine) -> None:
         send(dbapi_connection)
 
     def do_commit(dbapi_connection: Any) -> None:
+        if dialect.driver == "asyncpg" and _was_ended_inside(dbapi_connection.dbapi_connection):
+            dbapi_connection.rollback()
+            raise SessionError(
+                "the transaction was ended inside, by a COMMIT or ROLLBACK that was executed as a statement: what came "
+                "before it is committed or undone already, and what came after it was committed statement by statement"
+            )
         try:
             if dialect.is_async and dialect.driver != "asyncpg":
                 await_only(_to_the_end(_apart(plain_commit, dbapi_connection), dbapi_connection))
@@ -143,6 +149,11 @@ def _ask(dbapi_connection: Any) -> None:
         raise
     finally:
         cursor.close()
+
+
+def _was_ended_inside(adapter: Any) -> bool:
+    """Whether the server knows of no transaction, though SQLAlchemy has begun one."""
+    return adapter._transaction is not None and not adapter._connection.is_in_transaction()
 
 
 def _throw_away(context: ExceptionContext) -> None:

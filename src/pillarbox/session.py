@@ -47,6 +47,8 @@ BULK_ALLOWED = "pillarbox_bulk"
 
 SEALED = "pillarbox_sealed"
 """In the ``info`` of a session whose transaction belongs to somebody else than those who use it now."""
+KEPT_OPEN = "pillarbox_kept_open"
+"""In the ``info`` of a session that its unit of work closes."""
 
 
 class BoundSession(Session):
@@ -136,12 +138,29 @@ class BoundSession(Session):
         raise SessionError(f"merge would lose the events of a {type(given).__name__}: merge it by itself, or add it")
 
     def close(self) -> None:
+        self._check_kept_open()
         before = self._enter()  # or somebody would go on with a connection that belongs to the next one
         try:
             super().close()
         finally:
             self._holder = before
         self.collector.let_go()
+
+    def reset(self) -> None:
+        self._check_kept_open()
+        super().reset()
+
+    def invalidate(self) -> None:
+        self._check_kept_open()
+        super().invalidate()
+
+    def _check_kept_open(self) -> None:
+        """A session that is closed forgets its transaction: the unit of work would commit nothing, without an error."""
+        if self.info.get(KEPT_OPEN):
+            raise SessionError(
+                "the session of a unit of work is closed when its block ends, and cannot be closed in it: "
+                "leave the block, or raise an error to undo everything"
+            )
 
     def bulk_save_objects(self, objects: Any, *args: Any, **kwargs: Any) -> None:
         objects = list(objects)

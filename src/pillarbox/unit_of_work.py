@@ -29,7 +29,7 @@ from sqlalchemy.util import greenlet_spawn
 from . import telemetry
 from .aggregate import Aggregate
 from .errors import SessionError, SessionSharedError
-from .session import SEALED, bound_session
+from .session import KEPT_OPEN, SEALED, bound_session
 from .tenancy import Tenancy
 
 logger = logging.getLogger("pillarbox")
@@ -171,7 +171,7 @@ class UnitOfWork:
         else:
             self._session, self._open = self._sessions(), True
             session = self._session.sync_session
-            session.info["uow"] = self
+            session.info["uow"], session.info[KEPT_OPEN] = self, True
             if self._tenant is not None:
                 self._tenancy.assign(session, self._tenant)
             session.begin()
@@ -232,6 +232,7 @@ class UnitOfWork:
             self._unwatch()
             self._unwatch = None
         session = self.session.sync_session
+        session.info[KEPT_OPEN] = False
         try:
             if error is None:
                 try:

@@ -160,6 +160,26 @@ async def test_h83_consumers_and_tenants_do_not_see_each_other(box: Pillarbox, b
         answering(box)
 
 
+@pytest.mark.parametrize("step", ["close", "__aexit__", "commit", "rollback", "ROLLBACK"])
+async def test_h79_a_handler_that_ends_the_transaction_of_its_inbox_fails(
+    postgres_database: Database, step: str
+) -> None:
+    async with open_box(postgres_database) as (box, _):
+        consumer = box.consumer("ends-it", source="broker", topics=[TOPIC], retry=RetryPolicy(0.01, 0.02, 1))
+
+        @consumer.on(Asked)
+        async def end(_event: Asked, session: AsyncSession) -> None:
+            await session.execute(text("SELECT 1"))
+            if step == "ROLLBACK":
+                await session.execute(text(step))
+            else:
+                await getattr(session, step)(*(None, None, None) if step == "__aexit__" else ())
+
+        await ask(box, ("a", 1))
+        tally = await consumer.drain()
+        assert (tally.handled, len(await dead_letters(box))) == (0, 1)
+
+
 async def test_a_batch_that_fails_is_tried_one_by_one(box: Pillarbox) -> None:
     consumer = answering(box, batch=100)
     calls: list[int] = []

@@ -428,6 +428,34 @@ class TestCollection:
         with pytest.raises(SessionError, match="not open"):
             uow.publish(OrderNoted(note="too late"), key="k")
 
+    @pytest.mark.parametrize("step", ["close", "reset", "invalidate", "__aexit__"])
+    async def test_its_session_cannot_be_closed_inside(self, one_box: Pillarbox, step: str) -> None:
+        with pytest.raises(SessionError, match="cannot be closed in it"):
+            async with one_box.unit_of_work() as uow:
+                uow.publish(OrderNoted(note="would be lost"), key="k")
+                await uow.flush()
+                await getattr(uow.session, step)(*(None, None, None) if step == "__aexit__" else ())
+        assert await written(one_box.engine) == []
+
+    async def test_a_task_that_outlives_it_cannot_begin_a_transaction_without_an_end(self, one_box: Pillarbox) -> None:
+        async with one_box.unit_of_work() as uow:
+            session = uow.session
+        with pytest.raises(InvalidRequestError, match="permanently closed"):
+            await session.execute(text("SELECT 1"))
+
+    @pytest.mark.parametrize("statement", ["ROLLBACK", "COMMIT"])
+    async def test_a_transaction_that_a_statement_has_ended_is_not_taken_for_committed(
+        self, one_box: Pillarbox, statement: str
+    ) -> None:
+        with pytest.raises(SessionError, match="executed as a statement"):
+            async with one_box.unit_of_work() as uow:
+                uow.publish(OrderNoted(note="before"), key="k")
+                await uow.flush()
+                await uow.session.execute(text(statement))
+        assert await written(one_box.engine) == ["noted"] * (statement == "COMMIT")
+        async with one_box.unit_of_work() as uow:  # the connection is as good as before
+            uow.publish(OrderNoted(note="after"), key="k")
+
     async def test_an_event_that_goes_nowhere_is_reported_once(
         self, sqlite_database: Database, caplog: pytest.LogCaptureFixture
     ) -> None:
