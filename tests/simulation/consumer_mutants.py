@@ -21,6 +21,7 @@ from pillarbox.consumers.failure import Failure
 from pillarbox.consumers.hands import Hands
 from pillarbox.consumers.identity import KnownBy, arrival_of
 from pillarbox.consumers.intake import SubscriptionIntake
+from pillarbox.consumers.lanes import LaneDestination
 from pillarbox.consumers.processing import Processed, Processor, Trouble
 from pillarbox.consumers.spilling import Spilled, Spiller
 from pillarbox.consumers.window import Line, Window, Work
@@ -330,9 +331,14 @@ def _death_that_nobody_misses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Consumer, "_begin_life", begin_life)
 
 
-@mutant("C9 liveness", "C12 deaths", counts=True, hosts=100, lots=[Lot.FATAL, Lot.FINE])
+@mutant("C9 liveness", "C12 deaths", seed=4, counts=True, hosts=100, lots=[Lot.FATAL, Lot.FINE])
 def _redeliveries_that_nobody_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(intake, "_is_suspect", lambda _work: False)
+
+
+@mutant("C9 liveness", "C12 deaths", seed=1, lots=[Lot.FATAL, Lot.FINE])
+def _killer_that_its_lane_does_not_wait_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaneDestination, "be_patient", lambda _self: None)
 
 
 @mutant("C9 liveness", "C12 deaths", lots=[Lot.FATAL, Lot.FINE])

@@ -311,7 +311,7 @@ class ConsumerWorld(Course):
             await asyncio.sleep(self.draw.random())
         if (sent.lot is Lot.DEADLY and sent.failures) or (sent.lot is Lot.FATAL and "cured" not in sent.asked):
             if sent.lot is Lot.FATAL:
-                await asyncio.sleep(self._own.choice((0.0, 0.0, 0.0)))
+                await asyncio.sleep(self._own.choice((0.0, 0.0, 3.0)))
             sent.failures -= 1
             sent.deaths += 1
             self.kill(unit.transaction.life)

@@ -166,8 +166,8 @@ def test_the_checker_asks_for_order_behind_what_has_failed_where_keys_park() -> 
 
 def test_the_checker_counts_the_processes_that_a_message_kills() -> None:
     killing = sent(Lot.FATAL)
-    killing[0].deaths = 21
-    killed = ["C12 deaths: 21 processes died of message 0 (fatal) of key acme/key"]
+    killing[0].deaths = 41
+    killed = ["C12 deaths: 41 processes died of 1 messages"]
     assert check_consumed(killing, found([()], {0: Status.FAILED}), ordered=True) == killed
     killing[0].deaths = 13
     assert check_consumed(killing, found([()], {0: Status.FAILED}), ordered=True) == []

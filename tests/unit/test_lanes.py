@@ -63,6 +63,19 @@ async def test_what_is_still_being_handled_is_put_off(concurrency: int, monkeypa
     assert [*(await destination.send("lane", messages)).accepted] == [0, 1]
 
 
+async def test_what_takes_long_is_waited_for_after_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may die of it: its lane learns that only from a batch that has it."""
+    monkeypatch.setattr(lanes, "SLOW", 0.01)
+    slow = Slow()
+    destination = destination_for(slow)
+    destination.be_patient()
+    sending = asyncio.ensure_future(destination.send("lane", [Message("orders", "a", b"{}", {})]))
+    _, waiting = await asyncio.wait([sending], timeout=0.05)
+    assert waiting
+    slow.may_end.set()
+    assert [*(await sending).accepted] == [0]
+
+
 @pytest.mark.parametrize(("failure", "final"), [(Failure.UNKNOWN, False), (Failure.BUSINESS, True)])
 async def test_what_was_not_waited_for_and_failed_counts_when_it_is_offered_again(
     failure: Failure, final: bool, monkeypatch: pytest.MonkeyPatch

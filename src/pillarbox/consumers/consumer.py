@@ -427,6 +427,8 @@ class Consumer:
         if self._spiller is not None:
             died = await self._home.apart(stored.begin_life, self.name, lives.this(), has_died=lives.has_died)
             self._spiller.untrusted = self._flow.concurrency * self._flow.batch if died else 0
+            if died:
+                self.destination.be_patient()
 
     async def _end_life(self) -> None:
         if self._spiller is not None:

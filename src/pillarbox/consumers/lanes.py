@@ -34,6 +34,10 @@ AT_ONCE = 100
 """How many messages a lane hands over at once to a consumer that has a transaction for each."""
 SLOW, SLOW_BATCH = 1.0, 10.0
 """Seconds after which a lane goes on with others while a message, or a batch of them, is still being handled."""
+PATIENT, PATIENT_FOR = 30.0, 600.0
+"""The same for so long after a process has died: of a message that its lane did not wait for, the lane would not know
+that the next one dies, too.
+"""
 HELD_PAUSE = 0.05
 DRAIN_PAUSE = 0.5
 """The longest wait of a drain between two tries."""
@@ -129,12 +133,17 @@ class LaneDestination:
         """How often the first message of each line has failed for now."""
         self._ended: dict[Hashable, Trouble] = {}
         """Why messages have failed that were not waited for: it is said when they are offered again."""
+        self._patient_until = -math.inf
         self._due: dict[Line, float] | None = None
         """In a drain, when the lines that wait for another try are due."""
 
     def at_hand(self) -> list[Work]:
         """What is being handled."""
         return [work for works in [*self._at_work.values()] for work in works]
+
+    def be_patient(self) -> None:
+        """A process has died, perhaps of a message that it had handled for long."""
+        self._patient_until = clock.current().monotonic() + PATIENT_FOR
 
     @contextmanager
     def draining(self) -> Iterator[None]:
@@ -173,9 +182,8 @@ class LaneDestination:
             asyncio.ensure_future(self._handle(units, answers, busy)): units
             for units in _chains(answers.works, self._batch)
         }
-        slow = SLOW if self._batch == 1 else SLOW_BATCH
         try:
-            _, late = await asyncio.wait(chains, timeout=slow if self._due is None else None)  # a drain has time
+            _, late = await asyncio.wait(chains, timeout=self._patience)
         except BaseException:
             for task in chains:
                 task.cancel()
@@ -190,6 +198,15 @@ class LaneDestination:
         for task in chains.keys() - late:
             task.result()  # an error here is ours, and no handler's
         return answers.outcome()
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds for which a request waits for handlers; None in a drain, which has time."""
+        if self._due is not None:
+            return None
+        if clock.current().monotonic() < self._patient_until:
+            return PATIENT
+        return SLOW if self._batch == 1 else SLOW_BATCH
 
     async def _handle(self, units: Sequence[Sequence[Work]], answers: _Answers, busy: Collection[Line]) -> None:
         """Handle units one after the other, each in a transaction."""
