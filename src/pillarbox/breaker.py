@@ -1,4 +1,4 @@
-"""Rests of a lane: its destination is unavailable, or it waits for a person, and says why."""
+"""Pauses of a lane: its destination is unavailable, or it waits for an operator."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from .retry import RetryPolicy
 from .transport import Verdict
 
 RESTS = RetryPolicy(base=0.1, cap=2.0, attempts=1)
-"""How long a lane rests: the longer, the more often its destination was unavailable. Each lane draws for itself, so the
-cap is how late the last of them may be when the destination is back.
+"""Pause of a lane: it grows with the consecutive failures of its destination. Each lane draws its own jitter, so after
+an outage the last lane continues within the cap.
 """
 
 
 class Breaker:
-    """Keeps a lane from asking a destination that is unavailable again and again."""
+    """Pauses a lane while its destination is unavailable."""
 
     def __init__(self, report: Report, draw: Callable[[], float], changed: Callable[[], None]) -> None:
         self.failures = 0
-        """How often in a row the destination was unavailable."""
+        """Number of consecutive failures of the destination."""
         self.trouble: Trouble | None = None
         self.stopping = asyncio.Event()
-        """The lane is to come to an end."""
+        """Set when the lane must end."""
         self._report = report
         self._draw = draw
         self._changed = changed
 
     def close(self) -> None:
-        """The destination has accepted something."""
+        """The destination has answered."""
         self.failures, self.trouble = 0, None
 
     def tell(self, why: str) -> None:
-        """The lane cannot send, for an unknown time."""
+        """Report that the lane cannot send, for an unknown time."""
         self.trouble = Trouble(why)
         self._changed()
 
     async def rest(self, verdict: Verdict, reason: str) -> bool:
-        """The destination is unavailable: wait, the longer the more often. False if the lane is to stop."""
+        """Pause because the destination is unavailable, with backoff. Returns False if the lane must stop."""
         said = self._report.away(verdict, redacted(reason), first=self.failures == 0)
         self.failures += 1
         return await self.wait(RESTS.delay(self.failures, self._draw), said)
 
     async def wait(self, seconds: float, why: str) -> bool:
-        """Do nothing for a while, and say why. False if the lane is to stop."""
+        """Pause for ``seconds``, and report why. Returns False if the lane must stop."""
         self.trouble = Trouble(why, seconds)
         self._changed()
         try:
@@ -57,7 +57,7 @@ class Breaker:
         return False
 
     async def halt(self, why: str) -> None:
-        """Do nothing until the lane is to stop."""
+        """Wait until the lane must stop, and report why."""
         self.trouble = Trouble(why)
         self._changed()
         await self.stopping.wait()

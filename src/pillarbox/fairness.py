@@ -1,9 +1,9 @@
-"""Who goes next in a lane, and who has to wait: rates, and the tenants that take a detour.
+"""Order between tenants in a lane: rates and detours.
 
-A lane is first in, first out, so one tenant with a million events would hold up all who come behind it. Such a tenant
-gets a *detour*: the lane passes over its rows, and serves them in turns with everybody else's. So do several of them at
-once, and a tenant that is paused or held to a rate. When a detour has been empty for a while it ends; what comes later
-begins another one.
+A lane is first in, first out, so a tenant with a million events would hold up all events behind them. Such a tenant
+gets a *detour*: the lane skips its rows and serves them in turns with the rows of the lane. Several tenants may have
+detours at once; paused and rate-limited tenants get them too. A detour ends when it has been empty for a while. Later
+events may start another one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from . import clock
 from .outbox import Lane, Row
 
 FLOOD_PAGES = 8
-"""After so many full pages in a row, those who have taken a larger share of them than this flood their lane."""
+"""After this many full pages in a row, each tenant with more than `FLOOD_SHARE` of their rows floods the lane."""
 FLOOD_SHARE = 0.25
 REST_SECONDS = 10.0
-"""A detour ends when it was empty for so long."""
+"""How long a detour must be empty before it ends."""
 _COMPANY_SECONDS = 1.0
 _QUANTUM = 4
 
 
 @dataclass(slots=True)
 class Pace:
-    """How much a lane does at a time, and what people allow it to do."""
+    """The limits of a lane's turn, and the pauses and rates that operators set."""
 
     batch: int = 500
     max_bytes: int = 4_194_304
@@ -36,43 +36,41 @@ class Pace:
 
 
 class Detours:
-    """The detours of one lane, as its owner sees them."""
+    """The detours of one lane, as its owner knows them."""
 
     def __init__(self, lane: Lane) -> None:
         self._waiting: dict[str, None] = dict.fromkeys(lane.detours or ())
-        """Those that may have something to send; who was served last is last."""
+        """Tenants whose detours may have something to send; the last served one is last."""
         self._stuck: set[str] = set()
-        """Those that have something and may not send it now."""
+        """Tenants whose detours have rows that may not be sent now."""
         self._empty_since: dict[str, float] = {}
         self.flood: set[str] = set()
-        """Tenants that flood the lane, by the full pages of late."""
+        """Tenants that flood the lane, by its last full pages."""
         self._pages = 0
         self._taken: Counter[str | None] = Counter()
-        """What each tenant has of these pages."""
+        """Rows of each tenant in these pages."""
         self._company_at = float("-inf")
 
     def next(self, held: Collection[str]) -> str | None:
-        """Whose turn it is after the lane's own."""
+        """The tenant whose detour is served next."""
         return next((tenant for tenant in self._waiting if tenant not in held), None)
 
     def with_rows(self, tenants: Collection[str]) -> frozenset[str]:
-        """Those of the tenants whose detours may have something to send."""
+        """The tenants of these whose detours may have something to send."""
         return frozenset(tenant for tenant in tenants if tenant in self._waiting)
 
     def revive(self) -> None:
-        """Something has happened: what could not be sent may go now."""
+        """Try the stuck detours again: something has happened."""
         self._waiting |= dict.fromkeys(sorted(self._stuck))
         self._stuck.clear()
 
     def quantum(self, limit: int) -> int:
-        """How many rows a detour takes in one turn: the fewer if others have been here a moment ago, and may be again
-        any time.
-        """
+        """Number of rows that a detour takes in one turn: fewer if the lane had rows of its own a moment ago."""
         alone = clock.current().monotonic() - self._company_at > _COMPANY_SECONDS
         return limit if alone else max(1, limit // _QUANTUM)
 
     def count(self, rows: Sequence[Row]) -> None:
-        """A full page was sent."""
+        """Count the tenants of a full page that was sent."""
         self._pages += 1
         self._taken.update([row.tenant for row in rows])
         if self._pages >= FLOOD_PAGES:
@@ -82,12 +80,12 @@ class Detours:
             self.flood = flood
 
     def caught_up(self) -> None:
-        """Nobody waits behind a flood: it is counted anew."""
+        """The lane has no backlog: restart the count."""
         self._pages, self.flood = 0, set()
         self._taken.clear()
 
     def moved_on(self, detours: Iterable[str], company: bool) -> None:
-        """The lane has, with rows of its own or without; it may have passed over anybody's."""
+        """The lane has moved on and may have skipped rows of any detour. ``company``: it had rows of its own."""
         if company:
             self._company_at = clock.current().monotonic()
         for tenant in detours:
@@ -95,7 +93,7 @@ class Detours:
                 self._waiting[tenant] = None
 
     def served(self, tenant: str, *, more: bool, stuck: bool) -> None:
-        """It had its turn, and has more to send, or has it and cannot, or is empty."""
+        """Record a turn of a detour, which has more to send, has only rows that it may not send, or is empty."""
         del self._waiting[tenant]
         if more or stuck:
             self._empty_since.pop(tenant, None)
@@ -107,18 +105,18 @@ class Detours:
             self._stuck.add(tenant)
 
     def parted(self, tenants: Iterable[str]) -> None:
-        """These have a detour now."""
+        """These tenants have a detour now."""
         self.caught_up()
         self._waiting |= dict.fromkeys(tenants)
 
     def rested(self, pace: Pace) -> list[str]:
-        """Those that need no detour any more. They are not named again for a while."""
+        """Tenants that need no detour any more. They are not returned again for a while."""
         rested = [tenant for tenant, left in self._resting(pace) if left <= 0]
         self._empty_since |= dict.fromkeys(rested, clock.current().monotonic())
         return rested
 
     def shortest_rest(self, pace: Pace) -> float | None:
-        """Seconds until the next one needs it no more, if nothing comes."""
+        """Seconds until the next detour may end, if nothing arrives."""
         return min((max(0.0, left) for _, left in self._resting(pace)), default=None)
 
     def _resting(self, pace: Pace) -> list[tuple[str, float]]:
@@ -130,13 +128,13 @@ class Detours:
         ]
 
     def joined(self, left: Collection[str]) -> None:
-        """Only these have a detour. One of them that was to end may have rows that nobody knew of."""
+        """Only these tenants still have a detour. A detour that was to end and did not has rows that were not known."""
         self._waiting |= dict.fromkeys(tenant for tenant in self._empty_since if tenant in left)
         self._empty_since = {tenant: since for tenant, since in self._empty_since.items() if tenant in left}
 
 
 class Rates:
-    """How much may go now, where people have set a rate: up to one second's worth at once."""
+    """Token buckets for the rates that operators set, of up to one second's worth."""
 
     def __init__(self) -> None:
         self._levels: dict[str | None, tuple[float, float]] = {}
@@ -146,7 +144,7 @@ class Rates:
         return frozenset(tenant for tenant, rate in rates.items() if self._available(tenant, rate) < 1)
 
     def within(self, rows: list[Row], pace: Pace) -> tuple[list[Row], float | None]:
-        """The rows that may go, in order, and after how many seconds to look again."""
+        """The rows that may be sent, in order, and the seconds until the next try."""
         if pace.rate is None and not pace.tenant_rates:
             return rows, None
         rates: dict[str | None, float] = dict(pace.tenant_rates.items())

@@ -1,8 +1,8 @@
-"""The turns of one lane: read, announce, send, settle, and nothing else.
+"""The turns of one lane: poll, plan, announce, send, settle.
 
 Before this: the store has rows, and a relay has leased the lane. After it: a transport has the messages, in order per
-key. One turn polls, decides which rows go and which wait behind a failed one of their key, announces that, sends it
-(`sending.py`), and leaves the settling to the next announcement, or to an idle moment.
+key. One turn polls, decides which rows are sent and which are parked behind a failed one of their key, announces this
+plan, and sends it (`sending.py`). The next announcement settles the batch, or an idle lane does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transport import Publisher
 
 
 class LaneWorker:
-    """The owner of one lane, from taking it to letting it go."""
+    """Takes the turns of one lane while the relay owns it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LaneWorker:
     ) -> None:
         self.pace = Pace()
         self.idle = False
-        """There is nothing to do, and nothing is open."""
+        """There is nothing to do, and no batch is announced."""
         self._publisher = publisher
         self._producer = producer
         self._rejections = rejections
@@ -68,44 +68,44 @@ class LaneWorker:
         )
         self._lost = False
         self._redone = True
-        """Whether the announced batch may have rows that failed before."""
+        """Whether the announced batch may include redone rows."""
         self._bell = asyncio.Event()
         self._rates = Rates()
         self._detours = Detours(lane)
         self._scan_exhausted = False
         self._alarm = Alarm(self._bell.set)
 
-    # -- what the relay asks and tells ---------------------------------------------------------------------------------
+    # -- for the relay -------------------------------------------------------------------------------------------------
 
     @property
     def lane(self) -> Lane:
-        """The lane, as the store has it."""
+        """The lane in its stored state."""
         return self._leased.lane
 
     @property
     def acknowledged(self) -> Acknowledged:
-        """What the destination is known to have of the announced batch."""
+        """Messages of the announced batch that the destination has acknowledged."""
         return self._sender.acknowledged
 
     @property
     def trouble(self) -> Trouble | None:
-        """What keeps the lane, or a tenant in it, from sending."""
+        """Why the lane, or a tenant in it, does not send."""
         if self.breaker.trouble is None and (place := self._rejections.next_to_probe(self.lane.name)) is not None:
             wait = max(0.0, place.next_probe - clock.current().monotonic())
             return Trouble(f"{place} {REJECTS_EVERYTHING}: {place.reason}", wait)
         return self.breaker.trouble
 
     def ring(self) -> None:
-        """There may be something to do."""
+        """Wake the lane: there may be something to do."""
         self.idle = False
         self._bell.set()
 
     def extend(self, deadline: float) -> None:
-        """The lease was renewed."""
+        """Set the new end of a renewed lease."""
         self._leased.extend(deadline)
 
     def lose(self) -> None:
-        """Somebody else owns the lane: nothing may leave any more."""
+        """Stop at once: another relay owns the lane."""
         self.extend(float("-inf"))
         self.stop()
         if not self._lost:
@@ -113,23 +113,23 @@ class LaneWorker:
             self._report.lease_lost()
 
     def stop(self) -> None:
-        """Finish what is announced, if the destination lets us, and come to an end."""
+        """Finish the announced batch if the destination is available, then end."""
         self.breaker.stopping.set()
         self._bell.set()
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- turns ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Take turns until we are stopped. `LeaseLostError` if the lane is not ours any more."""
+        """Take turns until stopped. Raises `LeaseLostError` when the lease is lost."""
         if self.lane.announced is not None:
             await self._sender.deliver(None)
         while not self.breaker.stopping.is_set():
             if self._bell.is_set():
                 self._detours.revive()
-            self._bell.clear()  # before the poll: what rings meanwhile is heard afterwards
+            self._bell.clear()  # before the poll: a ring during it counts for the next one
             if not await self.turn() and not await self._hears_more():
                 if await self._settle() and self._redone:
-                    continue  # what was behind those rows may be due now
+                    continue  # the settlement may have made rows of the same key due
                 self.idle = True
                 self._changed()
                 await self._bell.wait()
@@ -138,8 +138,8 @@ class LaneWorker:
         await self._settle()
 
     async def _hears_more(self) -> bool:
-        """Whether there is more to do, now or in a moment: the next announcement settles what was sent along the way,
-        and saves a write of its own.
+        """Whether there is more to do, now or within ``linger``. If there is, the next announcement settles the batch
+        and saves a separate write.
         """
         if not self._bell.is_set() and self._linger and self.lane.announced is not None:
             with suppress(TimeoutError):
@@ -148,7 +148,7 @@ class LaneWorker:
         return self._bell.is_set()
 
     async def run_once(self) -> None:
-        """Take up what is open, take one turn, and settle."""
+        """Finish the announced batch, take one turn, and settle."""
         self.stop()
         if self.lane.announced is not None:
             await self._sender.deliver(None)
@@ -157,7 +157,7 @@ class LaneWorker:
         await self._settle()
 
     async def close(self) -> None:
-        """Let go of the transport: whoever owns the lane now may need the producer's name."""
+        """Close the producer: the next owner may need its name."""
         await self._publisher.close(self._producer)
 
     async def _settle(self) -> bool:
@@ -167,9 +167,7 @@ class LaneWorker:
         return True
 
     async def turn(self) -> bool:
-        """Read, announce, send: what the lane has, then what one of its detours has. False if there is nothing more to
-        do.
-        """
+        """Take one turn of the lane, then one of a detour. Returns whether there is more to do."""
         if owed := self._rejections.owed(self.lane):
             await self._announce(Batch(failures=owed))
             self._rejections.paid(self.lane, owed)
@@ -180,7 +178,7 @@ class LaneWorker:
         elsewhere = self._detours.with_rows(self._rejections.probed_elsewhere(self.lane))
         more = await self._serve(None, elsewhere)
         detour = self._detours.next(self._held)
-        scan_exhausted = self._scan_exhausted and more  # then whoever is behind it has waited long enough
+        scan_exhausted = self._scan_exhausted and more  # the rows behind the skipped ones come next
         if detour is not None and not scan_exhausted and (self._sender.stored or self.lane.announced is None):
             more = await self._serve(detour) or more
         if (rest := self._detours.shortest_rest(self.pace)) is not None:
@@ -191,13 +189,13 @@ class LaneWorker:
         return more
 
     async def _serve(self, detour: str | None, without: frozenset[str] = frozenset()) -> bool:
-        """One batch of the lane, or of a detour. False if there is nothing more in it for now."""
+        """Send one batch of the lane or of a detour. Returns whether there is more in it now."""
         limit = self._limit if detour is None else self._detours.quantum(self._limit)
         held = self._held | without
         page = await self._leased.poll(limit=limit, max_bytes=self.pace.max_bytes, paused=held, detour=detour)
         if detour is None:
             self._scan_exhausted = page.scan_exhausted
-        if page.requests:  # first, and alone: they may be about rows of this very page
+        if page.requests:  # first, and alone: they may concern rows of this page
             await self._announce(Batch(requests=page.requests))
             return True
         if detour is None and (tenants := self._to_part(page, limit)):
@@ -212,7 +210,7 @@ class LaneWorker:
         if found:
             await self._carry_out(plan, page)
         elif detour is None and self.lane.announced is None:
-            # The doorbell rang for something. See whether the lane is still owned.
+            # Woken without rows. Check whether the lane is still owned.
             await self._leased.amend()
         more = found and self._may_be_more(page, plan, limit, book_changed=self.lane.waiting is not waiting)
         if detour is not None:
@@ -241,7 +239,7 @@ class LaneWorker:
         if plan.put_off:
             put_off = [plan.put_off[failure.row] for failure in plan.failures if failure.row in plan.put_off]
             self._rejections.have_been_put_off(self.lane, put_off)
-        for failure in plan.failures:  # now, since what is planned may come to nothing, and be planned again
+        for failure in plan.failures:  # only now: before the announcement, the plan may be dropped and made again
             if failure.row in plan.refused:
                 self._sender.tell(plan.refused[failure.row], failure)
         if plan.items:
@@ -249,8 +247,8 @@ class LaneWorker:
             await self._sender.deliver(list(enumerate(plan.items, start=first)), plan.messages if ready else None)
 
     def _to_part(self, page: Page, limit: int) -> set[str]:
-        """The tenants that must not go on in the lane, where it knows detours: those who are held back, as they would
-        hold up everybody, and those who flood it.
+        """The tenants that must leave the lane for a detour: tenants that are held, rate-limited or blocked, because
+        others would wait behind them, and tenants that flood the lane. Empty in a lane without detours.
         """
         if self.lane.detours is None:
             return set()
@@ -259,11 +257,11 @@ class LaneWorker:
         return {*page.held, *slow, *flood, *self._rejections.tenants_blocked(self.lane, page.fresh)}
 
     def _watch_for_floods(self, page: Page, plan: Plan, limit: int) -> None:
-        """By pages that were sent. In a lane that has a rate everybody waits for that, and a detour would wait for all
-        others.
+        """Count full pages of sent rows. Not in a lane with its own rate: there, all tenants wait for the rate, and a
+        detour would wait for all others.
         """
         if page.fresh and self._is_full(page, limit) and self.pace.rate is None:
-            if not plan.cut:  # else it will be read again
+            if not plan.cut:  # a cut page is read again
                 self._detours.count(page.fresh)
         elif not page.passed:
             self._detours.caught_up()
@@ -278,7 +276,7 @@ class LaneWorker:
         await self._leased.announce(batch)
         self._sender.stored = True
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
+    # -- plans ---------------------------------------------------------------------------------------------------------
 
     @property
     def _limit(self) -> int:
@@ -293,7 +291,7 @@ class LaneWorker:
     def _next_batch(self, page: Page) -> Plan:
         try:
             plan = make_plan(page, self.lane, self._publisher.preflight, self._sender.failed)
-        except (Exception, asyncio.CancelledError):  # a bug of `preflight`, which the sender can name
+        except (Exception, asyncio.CancelledError):  # a bug of `preflight`, which the sender turns into a reason
             plan = make_plan(page, self.lane, self._sender.preflight, self._sender.failed)
         items = self._rejections.filter_blocked(self.lane, plan.items, page.fresh)
         if len(items) < len(plan.items):
@@ -308,8 +306,8 @@ class LaneWorker:
         return plan
 
     def _may_be_more(self, page: Page, plan: Plan, limit: int, *, book_changed: bool) -> bool:
-        """Whether to read again at once. A page that was cut by its limits has more behind it; so have failed rows, and
-        what has become of rows since may let others go.
+        """Whether to poll again at once. A full page has more rows behind it. After redone rows or a change of waiting
+        keys, more rows may be due.
         """
         if page.passed:
             return True

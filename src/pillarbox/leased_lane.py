@@ -1,7 +1,6 @@
-"""A lane and the lease on it: nothing is read, written or sent on a lease that may have ended.
+"""A lane and its lease: no read, write or request without a valid lease.
 
-Before this: a relay has leased the lane. After it: what one turn of the lane reads and writes, with the lane as the
-store has it now.
+Before this: a relay has leased the lane. After it: the reads and writes of a turn, with the lane in its stored state.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .outbox import Batch, Failure, Lane, OutboxStore, Page, Row
 
 
 class LeasedLane:
-    """What the owner of a lane does with it in the store."""
+    """The store operations of a lane's owner. Each checks the lease first."""
 
     def __init__(self, lane: Lane, store: OutboxStore, deadline: float) -> None:
         self.lane = lane
@@ -25,19 +24,21 @@ class LeasedLane:
         self._timeout: asyncio.Timeout | None = None
 
     def extend(self, deadline: float) -> None:
-        """The lease was renewed: until then, by the monotonic clock of this process."""
+        """Set the end of a renewed lease, by the monotonic clock of this process."""
         self._deadline = deadline
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(_loop_time(deadline))
 
     def check(self) -> None:
-        """`LeaseLostError` if the lease may have ended: the process may have slept, and another may own the lane."""
+        """Raise `LeaseLostError` if the lease may have ended: the process may have slept, and another relay may own the
+        lane.
+        """
         if clock.current().monotonic() >= self._deadline:
             raise LeaseLostError(f"the lease of lane {self.lane} was not renewed in time")
 
     @asynccontextmanager
     async def within(self) -> AsyncIterator[None]:
-        """A request ends when the lease does, which may be extended meanwhile."""
+        """Cancel a request when the lease ends. A renewal meanwhile extends the limit."""
         self.check()
         try:
             async with asyncio.timeout_at(_loop_time(self._deadline)) as timeout:
@@ -47,12 +48,12 @@ class LeasedLane:
             self._timeout = None
 
     async def poll(self, *, limit: int, max_bytes: int, paused: Collection[str], detour: str | None) -> Page:
-        """What comes next."""
+        """Read the next page."""
         self.check()
         return await self._store.poll(self.lane, limit=limit, max_bytes=max_bytes, paused=paused, detour=detour)
 
     async def announce(self, batch: Batch) -> None:
-        """Announce a batch, and settle the one before."""
+        """Announce a batch, and settle the previous one."""
         self.check()
         self.lane = await self._store.announce(self.lane, batch, settle=self.lane.announced is not None)
 
@@ -63,12 +64,12 @@ class LeasedLane:
         parked: Sequence[int] = (),
         attempts: Mapping[int, int] | None = None,
     ) -> None:
-        """Take rows out of the announced batch. With nothing to change it tells whether the lane is still owned."""
+        """Take rows out of the announced batch. Without changes, this only checks whether the lane is still owned."""
         self.check()
         self.lane = await self._store.amend(self.lane, failures, parked=parked, attempts=attempts)
 
     async def settle(self) -> None:
-        """All that is left of the announced batch is at the destination."""
+        """Settle the announced batch: the destination has all rows that are left in it."""
         self.check()
         self.lane = await self._store.settle(self.lane)
 
@@ -78,17 +79,17 @@ class LeasedLane:
         self.lane = await self._store.part(self.lane, tenants)
 
     async def join(self, tenants: Collection[str]) -> None:
-        """End the detours of tenants that have come as far as the lane."""
+        """End the detours of tenants that have caught up with the lane."""
         self.check()
         self.lane = await self._store.join(self.lane, tenants)
 
     async def rebuild(self) -> list[tuple[int, Row]]:
-        """The announced batch, with its numbers."""
+        """Read the announced batch, with its numbers."""
         self.check()
         return await self._store.rebuild(self.lane)
 
     async def asked(self, rows: Collection[int]) -> frozenset[int]:
-        """Those of the rows that people have requests about."""
+        """The rows of these for which operators have requests."""
         return await self._store.asked(self.lane, rows)
 
 

@@ -1,10 +1,9 @@
-"""What a lane knows about a destination that deduplicates by its numbers: where each message goes, and how far each
-place has come.
+"""Numbers and places at a destination that deduplicates by number.
 
-A place is a topic, or a partition of one. All places of a lane share one series of numbers, and each has its own
-highest one. How many partitions a topic has, and how far its places had come, is announced with each batch: a successor
-goes by that, not by what it finds, as partitions may have been added, and a broker may have forgotten a producer that
-was away for long.
+A place is a topic or a partition of one. All places of a lane share one series of numbers, and each has its own highest
+number. Each batch announces the partition counts of its topics and the highest numbers of its places. A successor uses
+the announced values, not the current ones: partitions may have been added, and a broker may have forgotten a producer
+that was absent for long.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AT = "at"
 
 
 class Numbering:
-    """For one lane. With a destination that knows no numbers it has nothing to say."""
+    """The numbers of one lane. Empty for a destination without numbers."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._numbered = publisher.capabilities.numbered
@@ -31,7 +30,7 @@ class Numbering:
         self._reached: dict[str, int] = {}
 
     def details(self, rows: Iterable[Row]) -> dict[str, Any]:
-        """What has to be announced with these rows."""
+        """The details to announce with these rows."""
         if not self._numbered:
             return {}
         topics = {row.topic for row in rows}
@@ -48,21 +47,21 @@ class Numbering:
         return found
 
     def place(self, lane: Lane, row: Row) -> str:
-        """Where a row of the announced batch goes."""
+        """The place of a row of the announced batch."""
         return self._partition(lane, row) or row.topic
 
     def message(self, lane: Lane, number: int, row: Row) -> Message:
-        """A row of the announced batch, as it is sent."""
+        """The message of a row of the announced batch."""
         return Message(row.topic, row.key, row.body, row.headers, number, self._partition(lane, row), row.attempts)
 
     def opened(self, lasts: Mapping[str, int]) -> None:
-        """What the destination says while nothing is on its way is what it has stored: we may be new here, or it may
-        have forgotten what we knew.
+        """Record the last numbers of the destination, read while no request is in flight. They replace the known ones:
+        this owner may be new, or the destination may have forgotten its producer.
         """
         self._reached.update(lasts)
 
     def accepted(self, messages: Sequence[Message], indexes: Collection[int]) -> None:
-        """The destination has stored these."""
+        """Record the numbers that the destination has stored."""
         if self._numbered:
             reached = self._reached
             for index in indexes:
@@ -72,13 +71,13 @@ class Numbering:
                     reached[place] = message.number
 
     def reached(self, lane: Lane, place: str) -> int:
-        """The highest number that the place is known to have stored; -1: none."""
+        """The highest number that the place is known to have stored, or -1."""
         before: int = (_announced(lane, REACHED) or {}).get(place, -1)
         return max(self._reached.get(place, -1), before)
 
     def may_be_forgotten(self, lane: Lane, place: str) -> bool:
-        """Whether the place, which knows of no message of this lane, may have stored the first ones, which are the
-        announced batch, and forgotten them since.
+        """Whether the place may have stored messages of the announced batch and forgotten them since. True only for a
+        place that knows no number of this lane.
         """
         announced_at: int | None = _announced(lane, AT)
         if self._forgets_after is None or announced_at is None or self.reached(lane, place) >= 0:

@@ -1,7 +1,7 @@
-"""What becomes of the rows of a page: which go, which cannot, and which wait behind one of their key.
+"""The plan for a page: which rows are sent, which fail, and which are parked behind one of their key.
 
-Before this: the store has found the rows. After it: the lane announces the plan, and carries it out. Nothing is read,
-written or sent here.
+Before this: the store has read the rows. After it: the lane announces the plan and carries it out. There is no I/O
+here.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from .transport import Message
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be done with the rows of a page."""
+    """The decisions about the rows of a page."""
 
     items: list[Row] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """The items as they would be sent, if nothing is taken out of them."""
+    """The messages of all items. Empty when items were removed or reordered."""
     failures: list[Failure] = field(default_factory=list)
     refused: dict[int, Row] = field(default_factory=dict)
-    """The rows that preflight refused, whatever became of their failures."""
+    """Rows that ``preflight`` refused, by id, even if `keep` removed their failures."""
     parked: list[int] = field(default_factory=list)
     put_off: Mapping[int, Row] = field(default_factory=dict)
-    """Rows to blocked places, by their ids, some of which have failures for that."""
+    """Rows of blocked places by id, whether they are put off or parked."""
     cut: bool = False
     """Some rows of the page must wait."""
     stops: bool = False
-    """Fresh rows are among it: the page is not passed."""
+    """Fresh rows must wait: the page is not passed."""
 
     @property
     def decides(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is anything to announce."""
         return bool(self.items or self.failures or self.parked)
 
     def keep(self, items: list[Row], page: Page) -> None:
-        """Let only these items go. Of a page that comes once only, what stays behind must be the end of it: then the
-        batch ends before anything that has to wait.
+        """Keep only these items. A page with a cursor is read once, so its batch must end before the first fresh row
+        that has to wait.
         """
         self.cut = len(items) < len(self.items)
         self.items = items
@@ -54,7 +54,7 @@ class Plan:
             self.parked = [parked for parked in self.parked if parked not in behind]
 
     def set_aside(self, failures: Mapping[int, Failure]) -> None:
-        """Leave these items out, by their ids. What is behind one of them in its key waits with it."""
+        """Remove items that have failures, by id. Later items of their keys are parked."""
         if not failures:
             return
         items, self.items, stopped = self.items, [], set[Key]()
@@ -81,7 +81,7 @@ class Plan:
 def make_plan(
     page: Page, lane: Lane, preflight: Callable[[Message], str | None], failed: Callable[[Row, str], Failure]
 ) -> Plan:
-    """All rows that may go, in their order. What preflight refuses has failed, and its key waits with it."""
+    """Plan all rows in order. A row that ``preflight`` refuses has failed; later rows of its key are parked."""
     plan = Plan()
     stopped: set[Key] = set()
 
@@ -112,5 +112,5 @@ def make_plan(
 
 
 def stops_key(failure: Failure, lane: Lane) -> bool:
-    """Whether the rows behind it wait: until it is tried again, or for ever, if the route wants that."""
+    """Whether later rows of the key wait: until the retry, or, on a route that parks, for an operator."""
     return failure.retry_after is not None or lane.route.on_failure is FailurePolicy.PARK

@@ -1,18 +1,18 @@
-"""Whose fault rejections are: the messages', or the destination's.
+"""Decides whose fault rejections are: the messages' or the destination's.
 
-A missing right or a wrong schema makes a broker reject every message, and each rejection looks like the message's own
-fault; a million deliveries would be out of attempts in minutes. So a relay counts, over all its lanes, which keys a
-topic has rejected since it last accepted a message of the same tenant: twenty different keys, or three if the topic
-never accepted anything from this relay, or if all of them were rejected twice. Then the *place*, the tenant's messages
-to that topic, is blocked. Its attempts are given back, and one message at a time probes it until one is accepted. The
-lanes that have messages for it take turns.
+A missing right or a wrong schema makes a broker reject every message. Each rejection looks like the message's own
+fault, and a million deliveries would be out of attempts within minutes. So a relay counts, over all its lanes, which
+keys a topic has rejected since it last accepted a message of the same tenant. The limit is twenty different keys. It is
+three if the topic has never accepted anything from this relay, or if all of them were rejected twice. At the limit, the
+*place*, the tenant's messages to that topic, is blocked. The counted attempts are given back, and one message at a time
+probes the place until one is accepted. The lanes that have messages for it take turns.
 
-One tenant's place says nothing about the others'. Only when several tenants are rejected and none is accepted is the
-whole topic blocked; then each tenant has a probe of its own.
+A place is no evidence about other tenants. The whole topic is blocked only if several tenants are rejected and none is
+accepted; then each tenant has its own probe.
 
-What is no evidence: a rejection in a request of which the same place accepted another message, and the rejection of a
-message that was rejected before while its place accepted others. Those are the messages' own fault, unless three such
-keys are rejected three times each, and nothing is accepted meanwhile.
+A rejection does not count if the same request had another message of the place accepted, or if the message was rejected
+before while its place accepted others. These are the messages' own fault, unless three such keys are rejected three
+times each without an acceptance in between.
 """
 
 from __future__ import annotations
@@ -36,93 +36,97 @@ MANY_KEYS = 20
 FEW_KEYS = 3
 MANY_TIMES = 3
 MOST_KEYS = 100
-"""A topic that has accepted messages behind a long run of rejections is given twice that run the next time, up to so
-many keys."""
+"""After a long run of rejections that ended with an acceptance, a topic is allowed twice that run, up to this many
+keys.
+"""
 PROBES = RetryPolicy(base=0.05, cap=30.0, attempts=1)
 _PROBES_A_STEP = 20
-"""So many probes follow each other at one pace: where most keys are bad, it takes several to find a good one."""
+"""Number of probes at the same interval: where most keys are bad, it takes several to find a good one."""
 STANDSTILL_SECONDS = 30.0
-"""A topic that accepts nothing, and rejects, for longer than this is unhealthy."""
+"""A topic that rejects, and accepts nothing for this long, is unhealthy."""
 PATIENCE = 1.0
-"""How many seconds after a probe is due any lane may send it, since the one whose turn it is did not."""
+"""Seconds after which any lane may send a probe that is due, if the lane whose turn it is did not."""
 FORGOTTEN_SECONDS = 2 * PROBES.cap
-"""A place that has met no message for so long has none."""
+"""A place that had no message for this long is forgotten."""
 CANDIDATES = 100
-"""So many rows of a blocked place are at hand for its next probe; those beyond are put off."""
+"""Number of rows of a blocked place that stay due for its next probe. Rows beyond it are put off."""
 MOST_PUT_OFF = 10_000
-"""A lane with so many keys that wait leaves rows to blocked places where they are: they hold up what is behind them."""
+"""A lane with this many waiting keys puts no more rows off: they stay where they are and hold up the rows behind them.
+"""
 _KEYS_KEPT = 1_000
 _ROWS_KEPT = 1_000
 _BUGS_KEPT = 1_000
 _TOPICS_KEPT = 10_000
 
 Accepted = Collection[tuple[str, str | None]]
-"""Topics and tenants of which a request had a message accepted."""
+"""Topics and tenants that had a message of the request accepted."""
 
 
 @dataclass(slots=True, eq=False)
 class Topic:
-    """A topic of a destination, and how it has treated this relay since it last accepted a message."""
+    """A topic of a destination, and its rejections since the last acceptance."""
 
     destination: str
     name: str
     has_accepted: bool = False
     longest_run: int = 0
     keys: dict[Key, int] = field(default_factory=dict)
-    """How often each was rejected, whatever its tenant."""
+    """Number of rejections per key, over all tenants."""
     suspects: dict[Key, int] = field(default_factory=dict)
-    """Keys that were rejected until others of their place were accepted, and that were not accepted since."""
+    """Keys that were rejected until their place accepted others, and that were not accepted since."""
     places: dict[str | None, Place] = field(default_factory=dict)
-    """Those with rejections, by tenant."""
+    """Places with rejections, by tenant."""
     blocked: bool = False
     rejects_since: float | None = None
-    """Since when a blocked place of it has been rejecting probes, and no place has accepted anything."""
+    """Time since which a blocked place rejects probes while no place accepts anything."""
 
     def __str__(self) -> str:
         return f"{self.destination} {self.name}"
 
     @property
     def keys_needed(self) -> int:
-        """How many different keys are evidence against the destination."""
+        """Number of different keys that are evidence against the destination."""
         return min(MOST_KEYS, max(MANY_KEYS, 2 * self.longest_run))
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What one tenant sends to a topic, and how that was treated since the last acceptance."""
+    """The messages of one tenant to a topic, and their rejections since the last acceptance."""
 
     topic: Topic
     tenant: str | None
     keys: dict[Key, int] = field(default_factory=dict)
-    """How often each was rejected; the one that was rejected last is last."""
+    """Number of rejections per key; the last rejected key is last."""
     again: dict[Key, int] = field(default_factory=dict)
-    """The same for keys of messages that had been rejected before others were accepted."""
+    """The same for messages that had been rejected before others were accepted."""
     attempts: dict[LaneName, dict[int, int]] = field(default_factory=dict)
-    """Per lane the rejected rows, with the attempts that they had before; once it is blocked, the rows put off."""
+    """Rejected rows per lane, with their attempts before the rejection; of a blocked place, the rows put off."""
     lanes: dict[LaneName, None] = field(default_factory=dict)
-    """The lanes that have met the place since it was blocked, or had a rejection there. They probe it in this order."""
+    """Lanes that had a rejection in this place, or a message for it since it was blocked. They probe in this order."""
     blocked: bool = False
     reason: str = ""
     probes: int = 0
     skipped: int = 0
-    """How many lanes had nothing to probe it with since the last probe."""
+    """Number of lanes that had no message for a probe since the last one."""
     next_probe: float = 0.0
     met_at: float = 0.0
-    """When it last had a message."""
+    """Time of the last message for it."""
 
     def __str__(self) -> str:
         return str(self.topic) if self.tenant is None else f"{self.topic} of tenant {self.tenant}"
 
     def is_turn_of(self, lane: LaneName) -> bool:
-        """Whether the lane is the first that may probe it."""
+        """Whether the lane is the next to probe it."""
         return next(iter(self.lanes), None) == lane
 
     def due(self, lane: LaneName) -> float:
-        """When the lane may probe it. If all lanes looked for a message at once, one of them would send one."""
+        """When the lane may probe it. The lane whose turn it is comes first, so that not all lanes look for a message
+        at once.
+        """
         return self.next_probe if self.is_turn_of(lane) else self.next_probe + PATIENCE
 
     def to_the_end(self, lane: LaneName) -> None:
-        """The other lanes go first."""
+        """Move the lane behind all others."""
         self.lanes.pop(lane, None)
         self.lanes[lane] = None
 
@@ -135,7 +139,7 @@ class _Closed:
 
 
 class Rejections:
-    """What one relay has seen its destinations reject."""
+    """The rejections that one relay has seen."""
 
     def __init__(
         self, draw: Callable[[], float], wake: Callable[[Collection[LaneName]], object] = lambda _lanes: None
@@ -143,21 +147,21 @@ class Rejections:
         self._draw = draw
         self._wake = wake
         self.suspects = asyncio.Lock()
-        """Held while a message is sent that relays may have died of."""
+        """Held while a message is sent of which relays may have died."""
         self._topics: dict[tuple[str, str], Topic] = {}
         self._blocked: dict[LaneName, set[Place]] = {}
-        """The blocked places of each lane. Empty as long as all is well, so that a turn costs nothing."""
+        """The blocked places of each lane. Empty while nothing is blocked, so that a turn costs nothing."""
         self._owed: dict[LaneName, dict[int, int]] = {}
-        """The attempts that lanes have to give back."""
+        """Attempts to give back, per lane and row."""
         self._bugs: set[tuple[str, str, str, int]] = set()
         self._closed: dict[tuple[LaneName, str], _Closed] = {}
         """Topics that lanes cannot open."""
         self._swept_at = 0.0
 
-    # -- what requests bring -------------------------------------------------------------------------------------------
+    # -- results of requests -------------------------------------------------------------------------------------------
 
     def accepted(self, lane: Lane, messages: Sequence[Message], indexes: Collection[int]) -> None:
-        """The destination has accepted these: what it rejected before was rejected through its own fault."""
+        """Record acceptances: earlier rejections of these tenants were the messages' own fault."""
         for name in {messages[index].topic for index in indexes}:
             topic = self._topic(lane, name)
             topic.has_accepted = True
@@ -169,8 +173,8 @@ class Rejections:
                     topic.suspects.pop(key, None)
 
     def rejected(self, lane: Lane, row: Row, reason: str, accepted: Accepted = ()) -> int | None:
-        """Count a rejection, in a request of which others were ``accepted``. If it is the destination's fault, the
-        attempts that this row really had come back.
+        """Count a rejection in a request that had other messages ``accepted``. If the destination is at fault, return
+        the row's attempts without this rejection, else None.
         """
         topic = self._topic(lane, row.topic)
         place = topic.places.get(row.tenant)
@@ -182,8 +186,8 @@ class Rejections:
         place = self._place(topic, row.tenant)
         place.reason = reason
         self._meet(lane.name, place)
-        # One attempt for each time that its place has accepted others meanwhile: else a few bad keys would be evidence
-        # again and again, and never be out of attempts.
+        # One attempt for each time that the place has accepted others meanwhile. Otherwise a few bad keys would be
+        # evidence again and again, and never run out of attempts.
         before = row.attempts + (rejected_before or (is_new and row.order_key in topic.suspects))
         if rejected_before:
             _count(place.again, row.order_key)
@@ -238,7 +242,7 @@ class Rejections:
         topic.rejects_since = None
         was_blocked, topic.blocked = topic.blocked, False
         cleared = [place for tenant in tenants if (place := topic.places.pop(tenant, None)) is not None]
-        if was_blocked:  # who was blocked with the others only is not any more
+        if was_blocked:  # places that were blocked only together with the others are free again
             logger.warning("%s accepts messages again", topic, extra=_fields(telemetry.LOG_TAKES, topic))
             innocent = [place for place in topic.places.values() if not _is_suspicious(place.keys, topic)]
             cleared += [topic.places.pop(place.tenant) for place in innocent]
@@ -248,17 +252,17 @@ class Rejections:
             if place.blocked and not was_blocked:
                 logger.warning("%s accepts messages again", place, extra=_fields(telemetry.LOG_TAKES, place))
             topic.longest_run = max(topic.longest_run, min(len(place.keys), MOST_KEYS))
-            if place.blocked:  # what was put off may go now
+            if place.blocked:  # rows that were put off may be sent now
                 for name, rows in place.attempts.items():
                     self._owed.setdefault(name, {}).update(rows)
             self._forget(place)
 
-    # -- what lanes ask ------------------------------------------------------------------------------------------------
+    # -- questions of lanes --------------------------------------------------------------------------------------------
 
     def filter_blocked(self, lane: Lane, rows: list[Row], fresh: Sequence[Row] = ()) -> list[Row]:
-        """The rows that may go: none to a blocked place, but for one that probes it when it is time, if possible of a
-        key that was not tried yet. What is behind a row of its key waits with it; and of the ``fresh`` rows of a log,
-        what is behind the first that waits.
+        """The rows that may be sent. Of a blocked place, this is only a probe when one is due, if possible of an
+        untried key. Later rows of a key wait for its first row. In a log, ``fresh`` rows behind the first waiting one
+        cannot be probes.
         """
         if not self._blocked:
             return rows
@@ -285,8 +289,8 @@ class Rejections:
         return free
 
     def put_off(self, lane: Lane, rows: Sequence[Row], fresh: Sequence[Row]) -> dict[int, Failure]:
-        """What becomes of rows that may not go, of a page with these: a lane whose deliveries go to several places must
-        come to what is behind them. Those that are to be probed next are at hand.
+        """Put off rows that may not be sent, so that a lane with several places reaches the rows behind them. The next
+        candidates for a probe stay due.
         """
         if not self._blocked or len(lane.waiting) >= MOST_PUT_OFF:
             return {}
@@ -297,9 +301,9 @@ class Rejections:
         left, new = set[Key](), {row.id for row in fresh}
         for row, place in zip(rows, places, strict=True):
             if row.order_key in left:
-                continue  # what is put off may go before what is left where it is
+                continue  # a row that is put off could overtake an earlier one of its key
             if place is None:
-                failures[row.id] = Failure(row.id, row.attempts, None, 0.0)  # it is behind one of its key
+                failures[row.id] = Failure(row.id, row.attempts, None, 0.0)  # it waits for an earlier row of its key
                 continue
             found[place] += 1
             is_near = found[place] <= CANDIDATES
@@ -310,7 +314,7 @@ class Rejections:
         return failures
 
     def have_been_put_off(self, lane: Lane, rows: Iterable[Row]) -> None:
-        """That is announced. They may go as soon as their places accept something."""
+        """The announcement has put these rows off. They are due again as soon as their places accept something."""
         for row in rows:
             place = self._blocked_place(lane, row)
             if place is None:
@@ -330,32 +334,32 @@ class Rejections:
         )
 
     def tenants_blocked(self, lane: Lane, rows: Iterable[Row]) -> set[str]:
-        """The tenants of those rows that go to blocked places, and nowhere else."""
+        """The tenants of these rows whose only topic is blocked."""
         if not self._blocked or _has_many_topics(lane):
             return set()
         return {row.tenant for row in rows if row.tenant is not None and self._blocked_place(lane, row) is not None}
 
     def is_blocked(self, lane: Lane, row: Row) -> bool:
-        """Whether the row goes to a blocked place."""
+        """Whether the row's place is blocked."""
         return bool(self._blocked) and self._blocked_place(lane, row) is not None
 
     def probed_elsewhere(self, lane: Lane) -> frozenset[str]:
-        """Tenants of blocked places whose next probe, if they have a detour, comes from there: every second one. What
-        failed before is in the lane itself, and the good keys may be in the detour.
+        """Tenants of blocked places whose next probe comes from their detour, if they have one: every second probe. The
+        lane has the rows that failed before, and the detour may have the good keys.
         """
         return frozenset(
             place.tenant for place in self._blocked.get(lane.name, ()) if place.tenant is not None and place.probes % 2
         )
 
     def next_to_probe(self, lane: LaneName) -> Place | None:
-        """The blocked place of the lane that is to be probed first."""
+        """The blocked place of the lane whose probe is due first."""
         gone = clock.current().monotonic() - FORGOTTEN_SECONDS
         alive = [place for place in (*self._blocked.get(lane, ()),) if place.next_probe >= gone]
         return min(alive, key=attrgetter("next_probe"), default=None)
 
     def until_probe(self, lane: LaneName, *, more: bool) -> float | None:
-        """Seconds until the lane may probe one of its blocked places. If it is its turn, but it has nothing ``more`` to
-        send, it is the turn of the next lane.
+        """Seconds until the lane may probe one of its blocked places. If the lane has nothing ``more`` to send, it
+        passes its turn to the next lane.
         """
         now = clock.current().monotonic()
         places = self._blocked.get(lane, ())
@@ -367,13 +371,13 @@ class Rejections:
         return min((wait for place in places if (wait := place.due(lane) - now) > 0), default=None)
 
     def owed(self, lane: Lane) -> list[Failure]:
-        """Give these rows the attempts back that were counted before it was clear whose fault it is, and let those go
-        that were put off. `paid` says that it is done.
+        """Failures that give back attempts counted before the destination was known to be at fault, and that make rows
+        due which were put off. `paid` confirms them.
         """
         return [Failure(row, attempts, None, 0.0) for row, attempts in self._owed.get(lane.name, {}).items()]
 
     def paid(self, lane: Lane, failures: Iterable[Failure]) -> None:
-        """The store has these."""
+        """The store has recorded these failures."""
         owed = self._owed.get(lane.name, {})
         for failure in failures:
             owed.pop(failure.row, None)
@@ -381,7 +385,7 @@ class Rejections:
             self._owed.pop(lane.name, None)
 
     def forget(self, lane: LaneName) -> None:
-        """The relay does not own the lane any more. What no lane is left of is forgotten."""
+        """Forget a lane that the relay does not own any more, and places that no lane is left for."""
         self._owed.pop(lane, None)
         self._blocked.pop(lane, None)
         self._closed = {at: each for at, each in self._closed.items() if at[0] != lane}
@@ -394,8 +398,8 @@ class Rejections:
             _tidy(topic)
 
     def is_new_bug(self, lane: Lane, found: BaseException | str) -> bool:
-        """Whether this relay has not yet seen such a bug of the destination: an error of this type from this line, or
-        such an answer.
+        """Whether this relay sees this bug of the destination for the first time: an error of this type from this line,
+        or this answer.
         """
         line = found.__traceback__ if isinstance(found, BaseException) else None
         while line is not None and line.tb_next is not None:
@@ -410,19 +414,19 @@ class Rejections:
         return is_new
 
     def not_opened(self, lane: Lane, topic: str) -> None:
-        """The lane cannot open this topic."""
+        """Record that the lane cannot open the topic."""
         now = clock.current().monotonic()
         closed = self._closed.setdefault((lane.name, topic), _Closed(f"{lane.route.destination} {topic}", now, now))
         closed.tried_at = now
 
     def opened(self, lane: Lane, topics: Iterable[str]) -> None:
-        """The lane has opened these."""
+        """Record that the lane has opened the topics."""
         if self._closed:
             for topic in topics:
                 self._closed.pop((lane.name, topic), None)
 
     def standing(self) -> list[str]:
-        """The topics that have accepted nothing for a while, or could not be opened."""
+        """Topics that have accepted nothing for a while, or could not be opened."""
         now = clock.current().monotonic()
         until = now - STANDSTILL_SECONDS
         # A topic that was not tried for a while has no waiting deliveries.
@@ -433,7 +437,7 @@ class Rejections:
             if topic.rejects_since is not None and topic.rejects_since <= until
         ]
 
-    # -- small parts ---------------------------------------------------------------------------------------------------
+    # -- details -------------------------------------------------------------------------------------------------------
 
     def _topic(self, lane: Lane, name: str) -> Topic:
         at = lane.route.destination, name
@@ -444,7 +448,7 @@ class Rejections:
         return topic
 
     def _place(self, topic: Topic, tenant: str | None) -> Place:
-        """In a topic that is blocked as a whole, a new place is blocked, too, and may be probed at once."""
+        """The place of a tenant. If the whole topic is blocked, a new place is blocked and may be probed at once."""
         now = clock.current().monotonic()
         if (place := topic.places.get(tenant)) is None:
             self._sweep(now)
@@ -453,7 +457,7 @@ class Rejections:
         return place
 
     def _sweep(self, now: float) -> None:
-        """Forget the places that have no more messages."""
+        """Forget places that have no more messages."""
         if now - self._swept_at < FORGOTTEN_SECONDS:
             return
         self._swept_at = now
@@ -485,17 +489,17 @@ class Rejections:
         return place
 
     def _may_probe(self, place: Place, lane: LaneName) -> bool:
-        """Whether it is time to try one row, and no other lane has taken the chance: then this one does."""
+        """Whether this lane may send a probe now. If so, the probe counts as sent."""
         if clock.current().monotonic() < place.next_probe:
             return False
         self._postpone(place)
-        if not place.is_turn_of(lane):  # it took the chance that the first lane missed
+        if not place.is_turn_of(lane):  # it took the turn that the first lane missed
             place.to_the_end(next(iter(place.lanes)))
         self._next_turn(place, lane)
         return True
 
     def _next_turn(self, place: Place, lane: LaneName) -> None:
-        """After this lane the next one may probe, and has to be told."""
+        """Move the lane behind the others, and wake the next one."""
         place.to_the_end(lane)
         if not place.is_turn_of(lane):
             self._wake([next(iter(place.lanes))])
@@ -518,7 +522,7 @@ class Rejections:
 
 
 def _choose(place: Place, rows: Iterable[Row]) -> Row:
-    """The first row of a key that was not tried, else the one that was tried longest ago."""
+    """The first row of an untried key, or else the row whose key was tried longest ago."""
     tried = {key: number for number, key in enumerate(place.keys)}
     return min(rows, key=lambda row: tried.get(row.order_key, -1))
 

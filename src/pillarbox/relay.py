@@ -1,11 +1,12 @@
-"""The relay: leases lanes, keeps a worker on each of them, and hands over when it stops.
+"""The relay: leases lanes, runs a worker for each of them, and hands them over when it stops.
 
-Before this: the outbox has committed rows. After it: transports have the messages. Relays need no leader. Each says
-that it is alive, counts those who serve the same routes, takes its share of the lanes that nobody holds, and lets go of
-what is too much. A relay that dies is missed when its leases end; one that stops lets its lanes go at once.
+Before this: the outbox has committed rows. After it: transports have the messages. Relays need no leader. Each renews a
+row that shows that it is alive, counts the relays that serve the same routes, takes free lanes up to its fair share,
+and releases lanes above it. The lanes of a dead relay are free when its leases expire; a relay that stops releases its
+lanes at once.
 
-Three things wake a lane, and each would do: the doorbell after a commit, a look at all our lanes at once that slows
-down while nothing happens, and whatever alarm the lane has set itself.
+Each of three things alone is enough to wake a lane: the doorbell after a commit; a query for all lanes of the relay,
+which slows down while nothing happens; and the alarm that the lane has set.
 """
 
 from __future__ import annotations
@@ -52,73 +53,73 @@ logger = logging.getLogger("pillarbox")
 QUICKEST_LOOK = 0.02
 CLOSE_SECONDS = 2.0
 STALLED = 4
-"""`Relay.drain` leaves a lane whose destination was unavailable so often in a row."""
+"""`Relay.drain` leaves a lane after this many consecutive failures of its destination."""
 NO_PROGRESS = "messages of a tenant wait for it, and none takes effect"
 STANDING = 3
-"""A lane that fails so often in a row will not mend itself."""
+"""Consecutive failures of a lane after which it is unlikely to recover by itself."""
 
 
 class RelayStore(LaneStore, OutboxStore, Protocol):
-    """All that a relay needs of a store."""
+    """The operations that a relay needs from a store."""
 
 
 class Feed(Protocol):
-    """Brings rows to the store by another way, and rings for them, while the relay runs. A hint, as the doorbell is."""
+    """Streams rows to the store and wakes lanes for them while the relay runs. A hint only, like the doorbell."""
 
     state: Any
 
     @property
     def works(self) -> bool:
-        """Whether commits are heard of by it now."""
+        """Whether it currently reports commits."""
         ...
 
     def start(self, hearer: Callable[[Collection[LaneName]], object], lanes: Container[LaneName]) -> None:
-        """Begin, in the background, for rows of these lanes."""
+        """Start in the background, for rows of these lanes."""
         ...
 
     async def stop(self) -> None:
-        """End."""
+        """Stop."""
         ...
 
     def samples(self) -> Iterable[Sample]:
-        """What gauges show of it."""
+        """Its gauges."""
         ...
 
 
 class RelayedConsumer(Protocol):
-    """A consumer that gets its messages from a relay alone."""
+    """A consumer that receives its messages only from a relay."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name."""
         ...
 
     @property
     def progresses(self) -> bool:
-        """Whether what waits for it takes effect."""
+        """Whether the messages that wait for it take effect."""
         ...
 
     def served(self, *, draining: bool) -> AbstractAsyncContextManager[object]:
-        """Work as long as the block does. In a drain it has time for what takes long, and tries every key."""
+        """Work until the block ends. With ``draining``, wait for slow handlers, and try every key."""
         ...
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """How a relay spends its time, in seconds and sizes."""
+    """Durations in seconds, and sizes."""
 
     lease: float = 5.0
-    """A lane whose owner has not been heard of for so long is taken over."""
+    """Duration of a lease. Without a renewal, another relay takes the lane over after this time."""
     batch: int = 500
-    """Messages per lane and turn."""
+    """Most deliveries per lane and turn."""
     window_bytes: int = 33_554_432
-    """What the bodies that all lanes have in memory may take."""
+    """Most bytes of bodies in memory, over all lanes."""
     look: float = 1.0
-    """The longest time between two looks at the outbox while the doorbell works; without it, a quarter."""
+    """Longest time between two queries of the outbox while the doorbell works; a quarter of it otherwise."""
     linger: float = 0.02
-    """How long a lane waits for more before it settles its last batch by itself."""
+    """How long a lane waits for more deliveries before it settles its last batch by a separate write."""
     grace: float = 10.0
-    """How long lanes may take to finish what they have announced, when the relay stops."""
+    """How long lanes may take to finish announced batches when the relay stops."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -132,12 +133,12 @@ class Pacing:
 
 @dataclass(frozen=True, slots=True)
 class _Stumbles:
-    """Turns of a lane that failed, one after the other."""
+    """Consecutive failed turns of a lane."""
 
     count: int
     said: str
     batch: int
-    """The newest batch of the lane when it failed last."""
+    """Number of the newest batch when the lane last failed."""
 
     @property
     def trouble(self) -> Trouble:
@@ -145,7 +146,7 @@ class _Stumbles:
         return Trouble(f"{STUMBLED}{often}: {self.said}", 0.0)
 
     def is_over(self, lane: Lane) -> bool:
-        """Whether a turn has gone well since: a batch is announced when the one before is stored."""
+        """Whether a turn has succeeded since: a batch is announced only when the previous one is stored."""
         return lane.batch > self.batch + 1
 
 
@@ -153,12 +154,12 @@ _MOST = {"lease": 3600, "batch": 10_000, "grace": 3600, "look": 3600, "linger": 
 
 
 class Relay:
-    """Sends what the outbox holds. Made by ``box.relay()``.
+    """Sends the deliveries of the outbox. Made by ``box.relay()``.
 
-    ``publishers`` are the destinations that it can serve, by what a route needs, and ``consumers`` work among them
-    while it does. ``shards`` keeps it to some lanes of each route, and ``tenants`` to those in which these tenants are,
-    of routes that are sharded by tenant. While it lives these lanes are left to it by relays that keep to none; when it
-    is gone they take them over.
+    ``publishers`` are the destinations that it can serve, by a route's ``needs``; ``consumers`` run while the relay
+    runs. ``shards`` limits it to these shards of each route, ``tenants`` to the shards of these tenants, on routes that
+    are sharded by tenant. While a limited relay is alive, relays without limits leave its lanes to it; afterwards they
+    take them over.
     """
 
     def __init__(
@@ -200,11 +201,11 @@ class Relay:
         self._check_usable = check_usable
         self._rejections = Rejections(draw, self._heard)
         self._acknowledged: dict[LaneName, Acknowledged] = {}
-        """What is known of the batches of lanes that were lost, in case they come back."""
+        """Acknowledged messages of lanes that this relay has lost, in case it takes them again."""
         self._workers: dict[LaneName, LaneWorker] = {}
         self._tasks: dict[LaneName, asyncio.Task[None]] = {}
         self._alive: set[asyncio.Task[None]] = set()
-        """All of these, and those that have come to the end of a lane and let it go."""
+        """The tasks above, and the tasks of finished lanes that are still being released."""
         self._stumbles: dict[LaneName, _Stumbles] = {}
         self._census: Census | None = None
         self._renewed_at: float | None = None
@@ -219,19 +220,19 @@ class Relay:
         self._finished = asyncio.Event()
         self._finished.set()
 
-    # -- what people do with it ----------------------------------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Send until `stop` is called or we are cancelled. Lanes are released on the way out.
+        """Send until `stop` is called or the task is cancelled, then release all lanes.
 
-        What counts is a `stop` after this call, even if its task has not begun by then: one that came before, after a
-        `drain` say, was for what ran at that time.
+        A `stop` after this call counts, even if the task has not started by then. A `stop` before this call, for
+        example after a `drain`, does not.
         """
         return self._run(self._stops)
 
     async def _run(self, stops: int) -> None:
         if self._stops != stops:
-            return  # its box may have closed everything by now
+            return  # the box may have closed everything by now
         self._check_usable()
         if not self._finished.is_set():
             raise ConfigurationError(
@@ -259,7 +260,7 @@ class Relay:
             yield
 
     async def _send_until(self, stops: int) -> None:
-        """Until we are told to stop."""
+        """Send until `stop` is called."""
         stop_hearing = self._bell.hear(self._heard) if self._bell is not None else None
         if self._feed is not None:
             self._feed.start(self._heard, self._workers)
@@ -270,7 +271,7 @@ class Relay:
                 self._wake.clear()
                 await self._attend()
                 if looking.done():
-                    looking.result()  # a task that died in silence would leave us deaf
+                    looking.result()  # re-raise its error: without this task the relay finds no rows of other processes
                 await self._sleep(self._next_attendance())
         finally:
             if stop_hearing is not None:
@@ -278,7 +279,7 @@ class Relay:
             over.set()
             try:
                 await self._leave()
-                # Not cancelled while it asks: a connection that is just being made would be left open.
+                # Do not cancel a query in progress: a connection that is being opened would leak.
                 await asyncio.wait([looking], timeout=self._pacing.lease)
             finally:
                 looking.cancel()
@@ -286,7 +287,7 @@ class Relay:
                     await self._feed.stop()
 
     def stop(self) -> None:
-        """Finish what is announced, release all lanes, and let `run` return. May be called from a signal handler."""
+        """Finish announced batches, release all lanes, and let `run` return. May be called from a signal handler."""
         self._stops += 1
         self._wake.set()
 
@@ -295,7 +296,7 @@ class Relay:
         await self._finished.wait()
 
     async def run_once(self) -> Counts:
-        """Take every lane that is free, take one turn of each, and let them go; what was done comes back."""
+        """Take every free lane, take one turn of each, and release them. Returns the counts of this call."""
         self._check_usable()
         before = Counts(**asdict(self.counts))
         async with self._consuming(draining=True):
@@ -310,10 +311,10 @@ class Relay:
         return self.counts.since(before)
 
     async def drain(self) -> Counts:
-        """Send all that may be sent now, release the lanes, and say what was done.
+        """Send all deliveries that may be sent now, and release the lanes. Returns the counts of this call.
 
-        Leases of relays that have died are waited out. What is parked, dead, paused or due later is not waited for, nor
-        is a destination that is away.
+        Waits for the leases of dead relays to expire. Does not wait for parked, failed or paused deliveries, for
+        deliveries that are due later, or for a destination that is unavailable.
         """
         self._check_usable()
         before = Counts(**asdict(self.counts))
@@ -326,16 +327,16 @@ class Relay:
 
     @property
     def healthy(self) -> bool:
-        """Whether it has seen to its leases lately, no topic has been rejecting everything for a while, and what waits
-        for handlers takes effect: what a readiness probe should ask.
+        """For readiness probes: the relay has renewed its leases lately, no topic has rejected everything for a while,
+        and the messages for handlers take effect.
         """
         progresses = all(consumer.progresses for consumer in self._consumers)
         return progresses and self._is_recent(self._attended_at) and not self._rejections.standing()
 
     @property
     def alive(self) -> bool:
-        """Whether it has tried to lately, with or without success: what a liveness probe should ask. A database that
-        is away does not come back by a restart of ours.
+        """For liveness probes: the relay has tried to renew its leases lately, with or without success. A restart does
+        not bring an unavailable database back.
         """
         return self._is_recent(self._tried_at)
 
@@ -343,7 +344,7 @@ class Relay:
         return moment is not None and clock.current().monotonic() - moment < 2 * self._pacing.lease
 
     def status(self) -> dict[str, Any]:
-        """What it holds and what it has done, for health checks. Holds no keys and no payloads."""
+        """Its lanes and counts, for health checks. Contains no keys and no payloads."""
         troubles = {str(it.lane): trouble.reason for it in [*self._workers.values()] if (trouble := self._trouble(it))}
         troubles |= {it.name: NO_PROGRESS for it in self._consumers if not it.progresses}
         return {
@@ -356,11 +357,11 @@ class Relay:
         }
 
     def samples(self) -> Iterator[Sample]:
-        """What gauges show of it while it runs. May be called from any thread."""
+        """Its gauges while it runs. May be called from any thread."""
         began, attended, census = self._began_at, self._attended_at, self._census
         if began is None:
             return
-        workers = dict(self._workers)  # others may take and release lanes meanwhile
+        workers = dict(self._workers)  # the relay may take and release lanes meanwhile
         held = Counter(name.route for name in workers)
         stopped = Counter(name.route for name, worker in workers.items() if self._trouble(worker))
         for route in [census.routes[served] for served in self._served(census)] if census is not None else ():
@@ -374,7 +375,9 @@ class Relay:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def _attend(self) -> None:
-        """See to our leases and take our share. A store that fails is tried again; leases end by themselves."""
+        """Renew leases and take lanes up to the fair share. If the store fails, this is tried again; leases expire
+        anyway.
+        """
         self._tried_at = clock.current().monotonic()
         try:
             census = await self._attend_once()
@@ -412,7 +415,7 @@ class Relay:
         if comes or clock.current().monotonic() - (self._renewed_at or 0.0) >= self._pacing.lease / 4:
             await self._renew(census)
         if comes:
-            self._ring()  # the others make room at once
+            self._ring()  # other relays release lanes for this one at once
 
     async def _renew(self, census: Census) -> None:
         before = clock.current().monotonic()
@@ -432,13 +435,13 @@ class Relay:
                 continue
             if ours.get(lane.name):
                 worker.extend(self._deadline(before))
-            elif lane.name not in ours:  # else its row is locked, and what we know of the lease holds until it ends
+            elif lane.name not in ours:  # a missing name means a locked row: the current lease holds until it ends
                 extra = self._fields(telemetry.LOG_TAKEN_OVER, lane)
                 logger.warning("relay %s: lane %s was taken over", self.name, lane, extra=extra)
                 worker.lose()
 
     def _deadline(self, before: float) -> float:
-        """When to stop using a lease: before it ends, and counted from before we asked for it."""
+        """When to stop using a lease: before it ends, counted from before it was requested."""
         return before + self._pacing.lease * 0.9
 
     def _served(self, census: Census) -> frozenset[int]:
@@ -449,16 +452,16 @@ class Relay:
         )
 
     def _balance(self, census: Census) -> dict[int, int]:
-        """Let go of what is too much; how many lanes of each route we may take comes back."""
+        """Release lanes above the fair share. Returns how many lanes of each route to take."""
         wanted: dict[int, int] = {}
         for worker in self._workers.values():
             if census.routes.get(worker.lane.route.id) != worker.lane.route:
-                worker.stop()  # somebody has changed the route: whoever takes the lane next goes by the new one
+                worker.stop()  # the route has changed: the next owner reads the new record
         for route in sorted(self._served(census)):
             mine = [worker for name, worker in self._workers.items() if name.route == route]
             ground = open_ground(route, self._shards, census)
             astray = [worker for worker in mine if worker.lane.shard not in ground]
-            # An idle lane changes hands without anybody noticing.
+            # Idle lanes first: releasing one interrupts no batch.
             kept = sorted((worker for worker in mine if worker not in astray), key=lambda it: not it.idle)
             quota = fair_share(self.name, route, self._shards, census)
             for worker in [*astray, *kept[: max(0, len(kept) - quota)]]:
@@ -497,7 +500,7 @@ class Relay:
             task.add_done_callback(self._alive.discard)
         self._set_paces(census)
         if any(lane.name in self._stumbles for lane in lanes):
-            await self._renew(census)  # people must go on to see what troubles them: the release has wiped it out
+            await self._renew(census)  # the release has deleted the troubles of these lanes: write them again
 
     def _worker(self, lane: Lane, deadline: float) -> LaneWorker:
         install = self._census.install if self._census is not None else ""
@@ -523,14 +526,14 @@ class Relay:
         self._progress.set()
 
     def _trouble(self, worker: LaneWorker) -> Trouble | None:
-        """What keeps a lane from sending, also while it tries again after it has stumbled."""
+        """Why a lane does not send, also while it retries after a failed turn."""
         stumbles = self._stumbles.get(worker.lane.name)
         if stumbles is None or stumbles.is_over(worker.lane):
             return worker.trouble
         return worker.breaker.trouble or stumbles.trouble
 
     async def _look_after(self, worker: LaneWorker, *, once: bool) -> None:
-        """Run a lane to its end, whatever that is, and let it go. No lane takes another one with it."""
+        """Run a worker to its end, then release its lane. A failure affects this lane only."""
         name = worker.lane.name
         try:
             await (worker.run_once() if once else worker.run())
@@ -542,7 +545,7 @@ class Relay:
         except LaneHaltedError as halted:
             extra = self._fields(telemetry.LOG_HALTED, worker.lane, redacted(str(halted)))
             logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  says it all
-            # We keep it: whoever took it would run into the same wall.
+            # Keep the lane: any other relay would halt at the same batch.
             await worker.breaker.halt(redacted(str(halted)))
         except BaseException as error:
             if _ends_task(error):
@@ -556,7 +559,7 @@ class Relay:
             logger.warning("relay %s: lane %s stumbled: %s", self.name, worker.lane, said, extra=extra)
             await worker.breaker.wait(RESTS.delay(count, self._draw), stumbles.trouble.reason)
         finally:
-            if self._workers.get(name) is worker:  # we may have taken the lane again after we slept
+            if self._workers.get(name) is worker:  # after an expired lease, this relay may have taken the lane again
                 del self._workers[name], self._tasks[name]
                 self._rejections.forget(name)
                 self._remember(worker)
@@ -565,7 +568,7 @@ class Relay:
             await self._let_go([worker])
 
     def _remember(self, worker: LaneWorker) -> None:
-        """What a destination has acknowledged is not sent again if the lane was lost only for a while."""
+        """Keep the acknowledged messages of a lane: if this relay takes it again, it does not send them again."""
         if acknowledged := worker.acknowledged:
             self._acknowledged[worker.lane.name] = acknowledged
 
@@ -584,7 +587,7 @@ class Relay:
             self._ring()
 
     async def _close(self, worker: LaneWorker) -> None:
-        """Let go of the producer. A transport that cannot do that keeps nobody from taking the lane."""
+        """Close the producer. A transport that fails to close does not delay the release."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await worker.close()
@@ -602,7 +605,7 @@ class Relay:
             self._leaving = False
 
     async def _finish_and_release(self) -> None:
-        """Finish, release everything, and be gone from the census. Who is ready does not wait for the others."""
+        """Finish, release all lanes, and leave the census. A finished lane does not wait for the others."""
         workers = {task: self._workers[name] for name, task in self._tasks.items()}
         going = self._alive.difference(workers)
         for worker in workers.values():
@@ -612,13 +615,13 @@ class Relay:
             await asyncio.wait(workers, timeout=min(0.2, self._pacing.lease / 5))
             done = [task for task in workers if task.done()]
             if len(done) < len(workers):
-                await self._renew_quietly()  # from now on nobody counts on us
+                await self._renew_quietly()  # also records that this relay serves no route any more
                 await self._let_go([workers.pop(task) for task in done])
             else:
                 break
         await _end(workers)
         await self._let_go(workers.values(), leaving=True)
-        if going:  # lanes that we were about to let go as it is: nobody may have to wait for their leases
+        if going:  # lanes that are being released already: without this, others would wait until their leases expire
             await asyncio.wait(going, timeout=self._pacing.grace)
             await _end(going)
 
@@ -644,7 +647,7 @@ class Relay:
             self._bell.ring([ANYBODY])
 
     async def _keep_looking(self, over: asyncio.Event) -> None:
-        """Find what no bell has told us: rows of other processes, rows that are due, people's requests."""
+        """Find work without the doorbell: rows of other processes, rows that are due, operators' requests."""
         pause, sees = QUICKEST_LOOK, True
         while True:
             with suppress(TimeoutError):
@@ -679,10 +682,10 @@ class Relay:
         return by_bell or (self._feed is not None and self._feed.works)
 
     def _next_attendance(self) -> float:
-        """Seconds until we look at leases again: in time for our own, and as soon as somebody's ends."""
+        """Seconds until the next attendance: in time for renewals, and when the next lease of another relay expires."""
         waits = [self._pacing.lease / 3]
         if self._bell is None or not self._bell.reaches_everybody:
-            waits.append(0.5)  # nobody tells us when a lane is released
+            waits.append(0.5)  # without a doorbell, releases of other relays are not reported
         if self._census is not None and self._census.next_expiry is not None:
             waits.append(self._census.next_expiry + 0.01)
         return min(waits) * (0.9 + 0.1 * self._draw())
@@ -734,7 +737,7 @@ class Relay:
 
 
 def relay_name() -> str:
-    """A name that no other relay has."""
+    """A unique name."""
     return f"{socket.gethostname()}-{os.getpid()}-{random.getrandbits(32):08x}"
 
 
@@ -745,8 +748,8 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 def _ends_task(error: BaseException) -> bool:
-    """Whether this task is to end. A cancellation that the task was not asked for comes out of a transport, which
-    waited for something that was cancelled.
+    """Whether this task must end. If the task itself was not cancelled, a `CancelledError` comes from something that
+    the transport waited for.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -764,8 +767,8 @@ def _is_stuck(worker: LaneWorker) -> bool:
 
 
 def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> frozenset[int]:
-    """The shards of a route that are for a relay, and not paused: those that it keeps to. One that keeps to none leaves
-    to others what they keep to, as long as they live.
+    """The shards of a route that a relay may take: not paused, and within its limits. A relay without limits leaves out
+    the shards to which a live relay is limited.
     """
     if shards is None:
         kept = [census.shards.get(name, frozenset()) for name, served in census.relays.items() if route in served]
@@ -774,7 +777,9 @@ def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> fr
 
 
 def fair_share(relay: str, route: int, shards: frozenset[int] | None, census: Census) -> int:
-    """How many lanes of a route a relay may hold: an equal part, and of what remains one each, in turns."""
+    """Number of lanes of a route that a relay may hold: an equal part. The remaining lanes go to different relays for
+    different routes.
+    """
     peers = {name for name, served in census.relays.items() if route in served and census.shards.get(name) == shards}
     ranked = sorted(peers | {relay})
     part, rest = divmod(len(open_ground(route, shards, census)), len(ranked))

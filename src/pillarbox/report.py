@@ -1,7 +1,7 @@
-"""What a lane tells about its work: counts, log lines, metrics and spans.
+"""Reports of a lane about its work: counts, log lines, metrics and spans.
 
-Before this: a lane has sent something, or was refused. After it: people and machines can see that. Metrics and spans
-cost nothing while nobody listens.
+Before this: a lane has sent something, or was rejected. After it: operators and monitoring see it. Metrics and spans
+cost nothing without a listener.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tell = Callable[[Outcome], None]
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of deliveries."""
+    """Numbers of deliveries by result."""
 
     sent: int = 0
     rejected: int = 0
@@ -39,16 +39,16 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Whether this has changed tells whether anything was done."""
+        """A number that changes whenever anything was done."""
         return self.sent + self.rejected
 
     def since(self, before: Counts) -> Counts:
-        """What was added."""
+        """The difference to an earlier count."""
         return Counts(self.sent - before.sent, self.rejected - before.rejected, self.dead - before.dead)
 
 
 class Report:
-    """The voice of one lane."""
+    """Reports for one lane."""
 
     def __init__(self, lane: Lane, counts: Counts, signals: Signals) -> None:
         self._counts = counts
@@ -59,13 +59,13 @@ class Report:
         self._way = (lane.route.name, lane.route.destination)
         self._bug = f"{BUG} {lane.route.destination}"
         self._refused: dict[str, str] = {}
-        if signals:  # a counter that is not there before it first rises is seen to rise by nobody
+        if signals:  # start counters at zero: without that, monitoring misses their first increase
             for metric in (telemetry.SENT, telemetry.REJECTED, telemetry.RETRIED, telemetry.DEAD, telemetry.FORGOTTEN):
                 signals.count(metric, self._way, 0)
             signals.count(telemetry.LEASE_LOST, self._route, 0)
 
     def sending(self, producer: str, messages: Sequence[Message]) -> AbstractContextManager[Tell]:
-        """Surrounds a request, which is to tell its outcome."""
+        """Surround a request. The returned function takes its outcome."""
         return self._traced(producer, messages) if self._signals.traces else _NOBODY_LISTENS
 
     @contextmanager
@@ -94,7 +94,7 @@ class Report:
             yield tell
 
     def sent(self, messages: Sequence[Message], accepted: Collection[int]) -> None:
-        """The destination has stored these."""
+        """Report messages that the destination has stored."""
         self._counts.sent += len(accepted)
         if not self._signals:
             return
@@ -112,18 +112,18 @@ class Report:
         return groups
 
     def found_stored(self, count: int) -> None:
-        """The destination has had these all along."""
+        """Report messages that the destination already had."""
         self._counts.sent += count
         if self._signals:
             self._signals.count(telemetry.SENT, self._way, count)
 
     def delivered(self, seconds: float) -> None:
-        """All of a batch is stored."""
+        """Report a batch that is stored completely."""
         if self._signals:
             self._signals.observe(telemetry.BATCH, {seconds: 1}, self._way)
 
     def rejected(self, row: Row, number: int, attempts: int, reason: str) -> None:
-        """It is tried again."""
+        """Report a rejected delivery that will be retried."""
         self._counts.rejected += 1
         self._rejection()
         logger.warning(
@@ -133,12 +133,12 @@ class Report:
         )
 
     def postponed(self) -> None:
-        """It is to be offered again later."""
+        """Count a delivery that the destination wants later."""
         if self._signals:
             self._signals.count(telemetry.RETRIED, self._way)
 
     def refused_like_all(self) -> None:
-        """It was rejected as everything is: that is nobody's attempt."""
+        """Count a rejection by a destination that rejects everything. It costs no attempt."""
         self._rejection()
 
     def _rejection(self) -> None:
@@ -147,7 +147,7 @@ class Report:
             self._signals.count(telemetry.RETRIED, self._way)
 
     def dead(self, row: Row, number: int, attempts: int, reason: str, *, rejected: bool) -> None:
-        """Nothing is tried any more."""
+        """Report a failed delivery: out of attempts."""
         self._counts.rejected += rejected
         self._counts.dead += 1
         if self._signals:
@@ -160,7 +160,7 @@ class Report:
         )
 
     def away(self, verdict: Verdict, reason: str, *, first: bool) -> str:
-        """The destination is unavailable, or does not answer; what to say of that comes back."""
+        """Report a destination that is unavailable or does not answer. Returns the text for the lane's trouble."""
         said = f"{self._way[1]} {'is unavailable' if verdict is Verdict.UNAVAILABLE else 'does not answer'}: {reason}"
         if self._signals:
             self._signals.count(telemetry.UNFINISHED, (*self._way, verdict.value))
@@ -174,7 +174,7 @@ class Report:
         return said
 
     def topic_refused(self, topic: str, reason: str) -> None:
-        """What goes to this topic waits, and nobody's attempt is counted."""
+        """Report a topic that cannot be opened. Its deliveries wait without attempts."""
         if self._refused.get(topic) != reason:
             self._refused[topic] = reason
             extra = self._of_lane(telemetry.LOG_TOPIC_REFUSED, topic=topic, reason=reason)
@@ -183,12 +183,12 @@ class Report:
             )
 
     def topic_opened(self, topics: Collection[str]) -> None:
-        """These are open: the next time that one of them cannot be opened is told again."""
+        """Forget that these topics could not be opened, so that a next failure is logged again."""
         for topic in self._refused.keys() & topics:
             del self._refused[topic]
 
     def forgotten(self, place: str, last: int, reached: int) -> None:
-        """The destination does not know any more what it has stored: what is announced may arrive twice."""
+        """Report that the destination has forgotten its last number: the announced messages may arrive twice."""
         if self._signals:
             self._signals.count(telemetry.FORGOTTEN, self._way)
         extra = self._of_lane(telemetry.LOG_FORGOTTEN, place=place, last=last, reached=reached)
@@ -199,9 +199,7 @@ class Report:
         logger.error("%s: %s %s; what is announced is sent at least once", self._lane, place, why, extra=extra)
 
     def bug(self, found: BaseException | str, *, first: bool) -> str:
-        """The transport failed in a way that only a bug explains; what to say of that comes back. Its traceback is
-        logged the first time only.
-        """
+        """Report a bug of the transport, with a traceback the first time. Returns the text for the reason."""
         error = found if isinstance(found, BaseException) else None
         said = f"{self._bug}: {redacted(found) if isinstance(found, str) else described(found)}"
         if self._signals:
@@ -212,13 +210,13 @@ class Report:
         return said
 
     def parted(self, tenants: Collection[str]) -> None:
-        """These tenants are served beside the others from now on."""
+        """Report that these tenants have a detour now."""
         for tenant in sorted(tenants):
             extra = self._of_lane(telemetry.LOG_DETOUR, tenant=tenant)
             logger.info("%s: tenant %s takes a detour", self._lane, tenant, extra=extra)
 
     def lease_lost(self) -> None:
-        """The lane is not ours any more."""
+        """Count a lost lease."""
         if self._signals:
             self._signals.count(telemetry.LEASE_LOST, self._route)
 
@@ -242,7 +240,7 @@ class Report:
 
 
 def described(error: BaseException) -> str:
-    """The type of an error and what it says, without secrets. Its text may be missing, or raise an error itself."""
+    """Type and text of an error, without secrets. Handles errors whose text is empty or raises."""
     try:
         text = str(error)
     except Exception:
@@ -253,7 +251,7 @@ def described(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Where it was raised. A formatter, given the error, would print what it says, which may hold secrets."""
+    """The traceback without the error's text: a formatter would print the text, which may contain secrets."""
     return "".join(
         f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {redacted(frame.line or '')}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -261,7 +259,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def count_new(signals: Signals, rows: NewRows, routes: Mapping[int, str]) -> None:
-    """A transaction with these has committed."""
+    """Count the rows of a committed transaction."""
     new: Counter[tuple[int, str | None]] = Counter()
     for (lane, tenant), amount in rows.items():
         new[lane.route, tenant if signals.by_tenant else None] += amount
@@ -270,10 +268,10 @@ def count_new(signals: Signals, rows: NewRows, routes: Mapping[int, str]) -> Non
 
 
 def _ages(messages: Sequence[Message]) -> dict[float, int]:
-    """How many seconds ago the events were made: for each bucket the mean of some, and how many there are.
+    """The ages of events in seconds: for each bucket the mean age and the number of events.
 
-    A UUIDv7 begins with its milliseconds, so ids are in the order of time, and mostly sorted already. Ids that people
-    choose may be anything, and are left out; one among others is the first or the last of them.
+    A UUIDv7 begins with its milliseconds, so sorted ids are sorted by time. Ids chosen by the application may be
+    anything and are left out; after sorting they are the first or the last ones.
     """
     ids = sorted([message.headers["event_id"] for message in messages])
     if not _is_v7(ids[0]) or not _is_v7(ids[-1]):
@@ -284,7 +282,7 @@ def _ages(messages: Sequence[Message]) -> dict[float, int]:
     while start < len(ids):
         bucket = bisect_left(_BOUNDS, now - _made(ids[start]))
         end = len(ids)
-        if bucket > 0:  # what is not older than its lower bound is in another one
+        if bucket > 0:  # rows younger than the lower bound belong to other buckets
             edge = f"{now - _BOUNDS[bucket - 1]:012x}"
             end = bisect_left(ids, f"{edge[:8]}-{edge[8:]}", start)
         some = ids[start : end : (end - start) // 16 + 1]

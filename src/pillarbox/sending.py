@@ -1,13 +1,13 @@
-"""Sending what a lane has announced, until all of it is stored at the destination, or amended away.
+"""Sends an announced batch until every message is stored at the destination or amended away.
 
 Before this: a lane has announced a batch. After it: the destination has the messages, in order per key, or the batch
-says which of them it has not taken. Whoever takes the lane over rebuilds what was announced, and goes on from there.
+records which of them it rejected. A successor rebuilds the announced batch and continues it.
 
-Three answers, three reactions. *Rejected*: the row is tried again later, its key waits with it, the batch goes on.
-*Unavailable* or *unknown*: the lane rests, and no attempt is counted. *Lease lost*: the lane stops at once.
+There are three answers. *Rejected*: the row is retried later, its key waits, the batch continues. *Unavailable* or
+*unknown*: the lane pauses, and no attempt is counted. *Lease lost*: the lane stops at once.
 
-A transport may have a bug: it raises what no transport should, contradicts itself, or never answers. Then the batch is
-sent one message at a time, and the message that brings the bug about is rejected, so that no other waits for it.
+A transport with a bug raises an unexpected error, contradicts itself, or never answers. Then the batch is sent one
+message at a time, and the message that triggers the bug is rejected, so that no other message waits for it.
 """
 
 from __future__ import annotations
@@ -34,62 +34,63 @@ from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedErro
 logger = logging.getLogger("pillarbox")
 
 LARGE = 65_536
-"""From here on a message that is larger than any acknowledged one goes alone: a broker that cuts the connection on
-oversize looks like an outage, and must not take innocent messages with it."""
+"""A message larger than this, and larger than any accepted one, is sent alone: a broker that cuts the connection on
+oversize looks unavailable, and other messages of the request must not be affected.
+"""
 
 SUSPECT_SECONDS = 5.0
-"""How long a message that relays may have died of waits for such a one of another lane."""
+"""How long a suspect message waits for the suspect message of another lane."""
 DEADLY_TRIES = 3
-"""A batch that so many relays died of is sent one message at a time, at least in the beginning."""
+"""After this many lost owners, a batch is sent one message at a time, at least at first."""
 
 UNANSWERED_TRIES = 3
-"""After so many requests in a row without an answer a batch is sent one message at a time: one of them may be why."""
+"""After this many consecutive requests without an answer, a batch is sent one message at a time, to find the cause."""
 
 _LONERS_KEPT = 100
 
 ENDING_SECONDS = 5.0
-"""What a request that was cancelled may take to end."""
+"""How long a cancelled request may take to end."""
 
 LATE = "no answer in time"
 NO_REASON = "no reason was given"
 
 _ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""These end the process or the task, and are no bug of a transport."""
+"""They end the process or the task, and are not bugs of a transport."""
 
 _Item = tuple[int, Row]
 
 
 Acknowledged = Mapping[int, str]
-"""The events of an announced batch that a destination is known to have, by their numbers: another database, which took
-over without knowing all that this one did, may give number and row to another event.
+"""Accepted events of an announced batch, by number. The number alone is not enough: after a fail-over that loses
+transactions, the database may assign the same number and row to another event.
 """
 
 
 class _Fault(Exception):  # noqa: N818  it never leaves this module
-    """A request that brought a bug of the transport about, or that was not answered, through one of its messages."""
+    """A message triggered a bug of the transport, or got no answer."""
 
     def __init__(self, reason: str, messages: Sequence[Message], *, unanswered: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.number = messages[0].number if len(messages) == 1 else None
-        """Which message it is, if it went alone."""
+        """Number of the message, if it was sent alone."""
         self.unanswered = unanswered
 
 
 class _Bug(Exception):  # noqa: N818  it never leaves this module
-    """The transport could not open topics, and only a bug explains how."""
+    """The transport failed to open topics, with an error that only a bug explains."""
 
 
 class _Care:
-    """How carefully a batch is sent: as a whole, or one message at a time."""
+    """How many messages a request may have: the whole batch, or one message at a time."""
 
     def __init__(self, *, deadly: bool, grows: bool) -> None:
         self.most: int | None = 1 if deadly else None
-        """The most messages of a request."""
+        """Most messages of a request."""
         self.fault: _Fault | None = None
-        """What the last request came to, and is yet to be judged."""
+        """Fault of the last request, until it is handled."""
         self.in_doubt = False
-        """Whether the destination may be unavailable: it did not answer, and has accepted nothing since."""
+        """Whether the destination may be unavailable: it left a request unanswered and has accepted nothing since."""
         self._deadly = deadly
         self._grows = grows
         self._unanswered = 0
@@ -100,7 +101,7 @@ class _Care:
         return self._deadly and self.most == 1
 
     def blame(self, fault: _Fault) -> Outcome | None:
-        """Go on one message at a time. One that was not answered though it went alone may mean an outage."""
+        """Continue one message at a time. A single message without an answer may mean an outage."""
         self.fault, self.most = fault, 1
         if not fault.unanswered or fault.number is None:
             return None
@@ -108,13 +109,13 @@ class _Care:
         return _no_answer(fault.reason)
 
     def heard(self, outcome: Outcome) -> None:
-        """A request has come to an end."""
+        """Count the result of a request."""
         if outcome.accepted:
             self._unanswered, self.in_doubt = 0, False
             if self._deadly and self._grows and self.most is not None:
-                # Relays that were killed for other reasons leave batches that only look deadly. Where the destination
-                # remembers how far the lane came, requests may grow again: whoever dies of a larger one leaves the next
-                # owner closer to its cause, which is then alone.
+                # Relays that die for other reasons leave batches that look deadly. Where the destination remembers the
+                # last number, requests may grow again: an owner that dies of a larger request leaves its successor
+                # closer to the cause, which in the end is alone.
                 self.most *= 2
         if outcome.unfinished is not None:
             self._unanswered += outcome.unfinished is Verdict.UNKNOWN
@@ -139,7 +140,7 @@ class Sender:
     ) -> None:
         self.numbering = Numbering(publisher)
         self.stored = False
-        """Whether all that is announced is known to be at the destination."""
+        """Whether the destination is known to have the whole announced batch."""
         self._leased = leased
         self._publisher = publisher
         self._producer = producer
@@ -148,36 +149,38 @@ class Sender:
         self._report = report
         self._draw = draw
         self._before = acknowledged
-        """What is known of the announced batch from an earlier time at the lane."""
+        """Accepted messages of the announced batch from an earlier lease of this relay."""
         self._accepted: dict[int, str] = {}
-        """What the destination has acknowledged of the announced batch."""
+        """Accepted messages of the announced batch."""
         self._acceptances = 0
-        """How many requests were accepted, at least in part."""
+        """Number of requests that were accepted, at least in part."""
         self._largest = LARGE
         self._loners: dict[int, int] = {}
-        """Rows that brought a fault about, each with the acceptances before it. They go alone."""
+        """Rows that triggered a fault, with the number of acceptances at that time. They are sent alone."""
 
     @property
     def acknowledged(self) -> Acknowledged:
-        """What is known of the announced batch: if the lane is lost, and comes back, it is not sent again."""
-        numbered = self._publisher.capabilities.numbered  # then the destination knows what it has
+        """Accepted messages of the announced batch: if this relay loses the lane and takes it again, it does not send
+        them again. Empty for a numbered destination.
+        """
+        numbered = self._publisher.capabilities.numbered  # then the destination knows its last number
         return {} if numbered or self._leased.lane.announced is None else {**self._before, **self._accepted}
 
     # -- before a batch is announced -----------------------------------------------------------------------------------
 
     def preflight(self, message: Message) -> str | None:
-        """What the transport says, though it has a bug."""
+        """Call the transport's ``preflight``, and turn a bug of it into a refusal."""
         try:
             refusal: object = self._publisher.preflight(message)
-        except (Exception, asyncio.CancelledError) as error:  # nothing here could be cancelled
+        except (Exception, asyncio.CancelledError) as error:  # nothing here awaits, so this is a bug too
             return self._bug(error)
         if refusal is None or isinstance(refusal, str):
             return refusal
         return self._bug(f"preflight returned {type(refusal).__name__}, neither None nor a text")
 
     async def open(self, plan: Plan) -> bool:
-        """Open the topics of a batch before it is announced; what goes to one that cannot be opened waits, and holds up
-        nothing else. False: not now.
+        """Open the topics of a batch before it is announced. Deliveries to a topic that cannot be opened wait, and hold
+        up no others. Returns False if the batch cannot be announced now.
         """
         while topics := {row.topic for row in plan.items}:
             try:
@@ -203,7 +206,7 @@ class Sender:
         return True
 
     async def _open_each(self, topics: Collection[str]) -> dict[str, str]:
-        """Why topics cannot be opened, of which at least one does not answer, or brings a bug about."""
+        """Open topics one by one, to find those that do not answer or trigger a bug. Returns their reasons."""
         reasons: dict[str, str] = {}
         for topic in sorted(topics):
             try:
@@ -213,7 +216,9 @@ class Sender:
         return reasons
 
     async def _open(self, topics: Collection[str]) -> Mapping[str, int]:
-        """The last numbers of these topics, if they are numbered. `_Bug` for what no transport should do."""
+        """The last numbers of these topics, if the transport is numbered. Raises `_Bug` for an unexpected error or
+        answer.
+        """
         capabilities = self._publisher.capabilities
         try:
             async with self._leased.within(), asyncio.timeout(capabilities.timeout):
@@ -271,14 +276,14 @@ class Sender:
             self._report.rejected(row, number, failure.attempts, said)
 
     def _bug(self, found: BaseException | str) -> str:
-        """What to say of an error, or of an answer, that only a bug of the transport can explain."""
+        """The reason for an error or answer that only a bug of the transport explains. Logs it."""
         return self._report.bug(found, first=self._rejections.is_new_bug(self._leased.lane, found))
 
     # -- the announced batch -------------------------------------------------------------------------------------------
 
     async def deliver(self, items: list[_Item] | None, messages: list[Message] | None = None) -> None:
-        """Send what is announced until all of it is stored or amended away; None: it must be rebuilt first. The
-        messages of all items may be given along.
+        """Send the announced batch until every message is stored or amended away. With None, rebuild it first.
+        ``messages`` are the messages of all items, if they are known.
         """
         if items is not None:
             self._accepted, self._before = {}, {}
@@ -300,7 +305,7 @@ class Sender:
                 continue
             care.heard(outcome)
             if outcome.unfinished is not None:
-                items = None  # an outage costs no memory: what is left will be read again
+                items = None  # an outage costs no memory: the rest is read again
                 if not await self._breaker.rest(outcome.unfinished, outcome.reason):
                     await self._abandon()
                     return
@@ -312,7 +317,7 @@ class Sender:
     async def _send(
         self, items: list[_Item], ready: list[Message] | None, most: int | None
     ) -> tuple[list[_Item], Outcome]:
-        """One request, of ``most`` messages; what is left to do comes back."""
+        """Send one request of up to ``most`` messages. Returns the items that are left."""
         if ready is None or not self._is_one_request(ready):
             ready = self._next_request(items, most)
         outcome = await self._request(ready)
@@ -327,8 +332,8 @@ class Sender:
             return [], outcome
         passed: Collection[int] = ()
         if outcome.unfinished is not None and self._publisher.capabilities.numbered:
-            # What is below a rejected number must be known to be stored before that is written down: it comes again.
-            # Not so what was passed over: whoever asks how far its place has come would take it for stored.
+            # A rejection is recorded only when all lower numbers are known to be stored; until then the message is sent
+            # again. A passed message is recorded at once: a later last number of its place would count it as stored.
             passed = _passed_over(ready, outcome.accepted)
             outcome = replace(outcome, rejected=[each for each in outcome.rejected if each.index in passed])
         if outcome.duplicates:
@@ -355,7 +360,7 @@ class Sender:
         return messages
 
     async def _request(self, messages: Sequence[Message]) -> Outcome:
-        """Ask the destination to take these. A `_Fault` if it could not even say no."""
+        """Send one request. Raises `_Fault` for a bug, or if there is no answer in time."""
         self._leased.check()
         with self._report.sending(self._producer, messages) as tell:
             try:
@@ -381,7 +386,7 @@ class Sender:
             return _no_answer(str(error) or LATE)
         except OSError as error:
             return Outcome((), unfinished=Verdict.UNAVAILABLE, reason=f"{type(error).__name__}: {error}")
-        except BaseException as error:  # extensions in other languages have errors of their own
+        except BaseException as error:  # native extensions may raise a BaseException
             if isinstance(error, (*_ENDS, LeaseLostError)) or _is_cancelled(error):
                 raise
             raise _Fault(self._bug(error), messages) from error
@@ -391,8 +396,8 @@ class Sender:
 
     @asynccontextmanager
     async def _stuck_is_told(self, seconds: float | None) -> AsyncIterator[None]:
-        """A request that does not end when it is cancelled holds its lane: to send again beside it might double what it
-        has, or put it out of order. The lane reports it as its trouble.
+        """Report a request that does not end when cancelled as the lane's trouble. It holds the lane: a second request
+        beside it could duplicate or reorder messages.
         """
         if seconds is None:
             yield
@@ -415,13 +420,13 @@ class Sender:
         self._acceptances += 1
         self._rejections.accepted(self._leased.lane, messages, accepted)
         self.numbering.accepted(messages, accepted)
-        if len(messages) == 1:  # only a message that went alone can be larger than the largest
+        if len(messages) == 1:  # in a larger request, other messages may be the largest
             self._largest = max(self._largest, len(messages[0].body))
 
     async def _amend(
         self, items: list[_Item], asked: int, outcome: Outcome, passed: Collection[int] = ()
     ) -> list[_Item]:
-        """Write down what was rejected, before anything with a higher number leaves; what may go on comes back."""
+        """Record rejections before any higher number leaves. Returns the items that are left."""
         rejected = {rejection.index: rejection for rejection in outcome.rejected}
         failures: list[Failure] = []
         parked: list[int] = []
@@ -437,11 +442,11 @@ class Sender:
                 if stops_key(failures[-1], self._leased.lane):
                     stopped.add(row.order_key)
             elif passed and index < asked and index not in passed:
-                left.append((number, row))  # it may be stored under its number, and so must keep it
+                left.append((number, row))  # it may be stored under its number, and so keeps it
             elif row.order_key in stopped:
                 parked.append(row.id)
             elif index in passed or (index < asked and outcome.unfinished is None):
-                # It shared a request with a rejected message. Its number may be burnt, so it gets a new one.
+                # It shared a request with a rejected message. Its number may be used up, so it gets a new one.
                 failures.append(Failure(row.id, row.attempts, None, 0.0))
                 stopped.add(row.order_key)
             else:
@@ -464,29 +469,29 @@ class Sender:
         attempts = None if alone else self._rejections.rejected(self._leased.lane, row, reason, accepted)
         if attempts is not None:
             self._report.refused_like_all()
-            return Failure(row.id, attempts, reason, PROBES.cap)  # others are tried before it again
-        self._breaker.close()  # it is an answer
+            return Failure(row.id, attempts, reason, PROBES.cap)  # other rows are probed before it
+        self._breaker.close()  # a rejection is an answer
         failure = self.failed(row, reason)
         self.tell(row, failure, number)
         return failure
 
     def _postponed(self, row: Row, rejection: Rejection) -> Failure:
-        """It is to be offered again later, and there is nothing wrong with it."""
+        """Retry at the time that the destination asked for, without counting an attempt."""
         self._breaker.close()
         self._report.postponed()
         wait = min(max(0.0, rejection.retry_after or 0.0), LONGEST)
         return Failure(row.id, row.attempts, redacted(rejection.reason) or NO_REASON, wait)
 
     async def _send_suspect(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
-        """Three relays died of this batch. Its messages go one by one, and each has its attempt counted before it goes;
-        any answer but a rejection takes it back. Other lanes wait meanwhile with theirs, though not for ever: if the
-        process dies, of which one is known.
+        """Send the first message of a batch of which relays may have died. Its attempt is recorded first, and taken
+        back unless the answer is a rejection. Lanes send their suspects one after the other, so that a death has one
+        cause; each waits for `SUSPECT_SECONDS` at most.
         """
         suspects = self._rejections.suspects
         try:
             async with asyncio.timeout(SUSPECT_SECONDS):
                 await suspects.acquire()
-        except TimeoutError:  # one that hangs must not hold up all of them
+        except TimeoutError:  # a suspect that hangs must not hold up the others
             return await self._send_alone(items)
         try:
             return await self._send_alone(items)
@@ -503,7 +508,7 @@ class Sender:
         await self._leased.amend(attempts={row.id: row.attempts + 1})
         try:
             outcome = await self._request([self.numbering.message(self._leased.lane, number, row)])
-        except _Fault:  # the relay is alive; and a numbered destination is asked for the event before that is blamed
+        except _Fault:  # the relay is alive; `_recover` checks whether the event is stored
             await self._leased.amend((), attempts={row.id: row.attempts})
             raise
         if outcome.rejected:
@@ -514,8 +519,8 @@ class Sender:
         return [item for item in items if item[0] not in self._accepted], outcome
 
     async def _set_aside(self, items: list[_Item], fault: _Fault | None) -> list[_Item]:
-        """Take out of the batch, which cannot go on as it is, what brought the ``fault`` about, and what goes to
-        blocked places. If people have requests about rows of it, take out all: the next announcement carries them out.
+        """Take the message that triggered the ``fault`` out of the batch, and the rows of blocked places. If operators
+        have requests for rows of the batch, take out all: the next announcement carries the requests out.
         """
         failures: dict[int, Failure] = {}
         asked = await self._leased.asked([row.id for _, row in items])
@@ -527,8 +532,8 @@ class Sender:
         return await self._take_out(items, failures) if failures else items
 
     def _blamed(self, row: Row, fault: _Fault) -> Failure:
-        """A bug is a rejection. That there is no answer is one only if others were accepted since there was none for
-        the first time: else it may be an outage, which costs no attempt.
+        """A bug counts as a rejection. A missing answer counts as one only if the destination has accepted others since
+        the first time; otherwise it may be an outage, which costs no attempt.
         """
         since = self._loners.setdefault(row.id, self._acceptances)
         if len(self._loners) > _LONERS_KEPT:
@@ -542,7 +547,7 @@ class Sender:
         return failure
 
     async def _take_out(self, items: Sequence[_Item], failures: Mapping[int, Failure]) -> list[_Item]:
-        """Amend the batch by these failures, each by its number; what is left of it comes back."""
+        """Amend the batch by failures, given by number. Returns the items that are left."""
         out: list[Failure] = []
         parked: list[int] = []
         left: list[_Item] = []
@@ -560,11 +565,11 @@ class Sender:
         await self._leased.amend(out, parked=parked)
         return left
 
-    # -- when things go wrong ------------------------------------------------------------------------------------------
+    # -- recovery ------------------------------------------------------------------------------------------------------
 
     async def _recover(self, care: _Care) -> tuple[list[_Item] | None, Outcome | None]:
-        """What is left of the announced batch: rebuilt, without what is known to be stored, and without what keeps it
-        from going on.
+        """Rebuild the announced batch, without the messages that are known to be stored, and take out the rows that
+        keep it from continuing.
         """
         self._leased.check()
         items = await self._left()
@@ -576,12 +581,13 @@ class Sender:
         return await self._set_aside(items, fault) if items else items, None
 
     async def _without_those_stored(self, items: list[_Item]) -> tuple[list[_Item], Outcome | None]:
-        """Ask a numbered destination how far it has come."""
+        """Leave out the messages that a numbered destination has stored, by its last numbers."""
         try:
             lasts = await self._open({row.topic for _, row in items})
         except (OSError, _Bug) as error:
             return items, Outcome((), unfinished=Verdict.UNAVAILABLE, reason=str(error) or LATE)
-        # Open, then the fenced write, then send: the other order would let a sleeper in.
+        # Open, then the fenced write, then send: in another order, a relay that slept through its lease could still
+        # send.
         await self._leased.amend(())
         self._check_lasts(lasts)
         for place in sorted(lasts):
@@ -593,7 +599,7 @@ class Sender:
         return items, None
 
     async def _left(self) -> list[_Item]:
-        """What of the announced batch is not known to be stored."""
+        """The items of the announced batch that are not known to be stored."""
         try:
             items = await self._leased.rebuild()
         except BatchMismatchError:
@@ -605,7 +611,9 @@ class Sender:
         return [item for item in items if item[0] not in self._accepted]
 
     async def _without_stored(self, items: list[_Item], place: str, last: int) -> tuple[list[_Item], Outcome | None]:
-        """Leave out what the place has already. ``last`` was pushed, which is not yet stored: a probe tells."""
+        """Leave out what the place has stored. Message ``last`` was received, but may not be stored yet: it is sent
+        once more as a probe.
+        """
         pushed = [
             (number, row)
             for number, row in items
@@ -614,7 +622,7 @@ class Sender:
         if not pushed:
             return items, None
         found = len(pushed)
-        if pushed[-1][0] == last:  # else that one was amended away, which is done only when all below it are stored
+        if pushed[-1][0] == last:  # otherwise it was amended away, when all lower ones were stored
             outcome = None
             while outcome is None and pushed:
                 try:
@@ -623,7 +631,7 @@ class Sender:
                     if fault.unanswered:
                         outcome = _no_answer(fault.reason)
                     else:
-                        pushed.pop()  # a bug tells nothing; the message before it may
+                        pushed.pop()  # a bug proves nothing; the message before it may
             if outcome is None:
                 return items, None
             if not outcome.accepted:
@@ -633,15 +641,16 @@ class Sender:
                     f"{place} stored message {pushed[-1][0]} of {self._producer} again, though it says that its last "
                     f"one is {last}: is deduplication on?"
                 )
-            found = len(pushed) - 1  # the probe was counted
+            found = len(pushed) - 1  # the probe is counted already
         self._report.found_stored(found)
         gone = {number for number, _ in pushed}
         return [item for item in items if item[0] not in gone], None
 
     async def _abandon(self) -> None:
-        """The lane is to stop, and its destination is unavailable. What it has must not be sent again by the successor.
+        """Record the accepted messages of a batch when the lane stops while its destination is unavailable, so that the
+        successor does not send them again.
 
-        A numbered transport will tell the successor by itself; there the announcement must stay as it is.
+        A numbered destination reports its last number to the successor; there, the announcement must stay as it is.
         """
         if not self._accepted or self._publisher.capabilities.numbered:
             return
@@ -650,7 +659,7 @@ class Sender:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether this task is cancelled, and not just what the transport waited for."""
+    """Whether this task is cancelled, rather than something that the transport waited for."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
@@ -660,7 +669,7 @@ def _no_answer(reason: str) -> Outcome:
 
 
 def _passed_over(messages: Sequence[Message], accepted: Collection[int]) -> set[int]:
-    """What was not stored, though something behind it in its place was."""
+    """Indexes of messages that are not stored although a later one of their place is."""
     highest: dict[str, int] = {}
     for index in accepted:
         place = messages[index].place or messages[index].topic
@@ -673,6 +682,6 @@ def _passed_over(messages: Sequence[Message], accepted: Collection[int]) -> set[
 
 
 def _unanswered(outcome: Outcome) -> Outcome:
-    """A probe that was not accepted leaves everything below it unknown."""
+    """If a probe is not accepted, everything below it is unknown."""
     reason = outcome.reason or (outcome.rejected[0].reason if outcome.rejected else "")
     return Outcome((), unfinished=outcome.unfinished or Verdict.UNKNOWN, reason=reason)
