@@ -1,7 +1,7 @@
-"""An alarm: something is called once, at the earliest of the moments that were asked for.
+"""An alarm: calls a function once, at the earliest of the requested moments.
 
-The alarm keeps its deadline itself, since the handle of an event loop need not know it: uvloop counts in whole
-milliseconds, and answers `call_later` below half of one with a handle that is no timer.
+The alarm stores its deadline itself, because the handle of an event loop may not know it: uvloop rounds to whole
+milliseconds, and for a delay below half of one `call_later` returns a handle that is no timer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls ``ring`` when it is due. It can be set again at any time, also by ``ring``."""
+    """Calls ``ring`` at its deadline. It can be set again at any time, also from within ``ring``."""
 
     def __init__(self, ring: Callable[[], object]) -> None:
         self._ring = ring
@@ -20,7 +20,7 @@ class Alarm:
         self._handle: asyncio.Handle | None = None
 
     def set(self, seconds: float) -> None:
-        """Ring after so many seconds, never before; unless it rings earlier anyway."""
+        """Ring after this many seconds, never earlier, unless an earlier deadline is set."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         deadline = math.ceil(due * 1000) / 1000  # uvloop would round down

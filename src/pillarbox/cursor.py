@@ -1,25 +1,24 @@
-"""Which rows of a lane come next, when nothing is ever written to a row: the arithmetic of snapshots.
+"""Cursors of a log: which rows of a lane come next, although no row is ever updated.
 
-Row ids are drawn when a row is written, and rows appear when their transaction commits, so ids do not appear in order.
-A lane therefore remembers two things: `high`, and `seen`, the snapshot in which it last looked. **Every row with an id
-up to high that seen shows has been dealt with**; so what is left is
+Row ids are drawn when a row is written, and rows become visible when their transaction commits, so ids do not appear in
+order. A lane therefore stores two values: `high`, and `seen`, the snapshot of its last read. **Every row with an id up
+to high that is visible in seen has been processed.** The remaining rows are
 
 - *fresh*: above high;
-- *late*: up to high, of a transaction that seen did not show, because it was still at work.
+- *late*: up to high, of a transaction that was still running in seen.
 
-A look reads both with one statement, and takes the snapshot of that very statement as the next `seen`. Late rows have
-lower ids than fresh ones, so a window that is sorted by id is in the order of each key.
+One statement reads both, and its own snapshot becomes the next `seen`. Late rows have lower ids than fresh ones, so a
+window that is sorted by id keeps the order of each key.
 
-One transaction may bring a million late rows at once. Then they are dealt with in pages: the cursor keeps `seen`, and
-beside it the snapshot that it pages through, whose rows those are, and the last id that is done. Fresh rows wait until
+One transaction may add a million late rows at once. They are processed in pages: the cursor keeps `seen`, and stores
+the snapshot that it pages through, the transactions of the late rows, and the last processed id. Fresh rows wait until
 the last page.
 
-A tenant may have a *detour*: a cursor of its own in the same lane, which starts where the lane's cursor stood. From
-then on the lane passes over the tenant's rows, and the detour finds them: those that the lane's cursor covers and its
-own does not. It never looks with a snapshot of its own, so it is not ahead of the lane, but for late rows that both are
-in the middle of.
+A tenant may have a *detour*: its own cursor in the same lane, which starts at the lane's cursor. From then on the lane
+skips the tenant's rows, and the detour reads them: rows that the lane's cursor covers and its own does not. A detour
+never takes a snapshot of its own, so it is not ahead of the lane, except within late rows that both are paging through.
 
-Nothing here touches a database: the store on PostgreSQL and the model in memory use the same code.
+This module does no I/O: the store on PostgreSQL and the model in memory share it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ import msgspec
 from .errors import StoreError
 
 FIRST_XID = 3
-"""The first transaction of a PostgreSQL cluster. Rows without one, from before there was a log, count as older."""
+"""The first transaction id of a PostgreSQL cluster. Rows without one, written before the log existed, count
+as older.
+"""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Which transactions had ended at a moment, as PostgreSQL tells it: those below ``xmin``, and those below ``xmax``
-    that were not running. What runs at or above ``xmax`` is not listed.
+    """Which transactions had ended at a moment, in PostgreSQL's terms: those below ``xmin``, and those below ``xmax``
+    that were not running. Transactions from ``xmax`` on are not listed.
     """
 
     xmin: int
@@ -46,7 +47,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Snapshot:
-        """From PostgreSQL's own form, ``xmin:xmax:xip,xip``."""
+        """Parse PostgreSQL's own form, ``xmin:xmax:xip,xip``."""
         xmin, xmax, running = text.split(":")
         return cls(int(xmin), int(xmax), tuple(map(int, running.split(","))) if running else ())
 
@@ -54,44 +55,44 @@ class Snapshot(msgspec.Struct, frozen=True):
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.running))}"
 
     def shows(self, xid: int) -> bool:
-        """Whether rows of this transaction are to be seen, if it has not rolled back."""
+        """Whether rows of this transaction are visible, unless it has rolled back."""
         return xid < self.xmin or (xid < self.xmax and xid not in self.running)
 
     def lies_below(self, other: Snapshot) -> bool:
-        """Whether it is from before the other one, which a later look cannot be: the database went back in time, or is
-        not the one that it was.
+        """Whether it is older than the other snapshot. A later read cannot have an older one, unless the database went
+        back in time or was replaced.
         """
         return self.xmin < other.xmin or self.xmax < other.xmax
 
 
 NOTHING = Snapshot(FIRST_XID, FIRST_XID)
-"""A snapshot from before the first transaction."""
+"""A snapshot before the first transaction."""
 
 
 class RowAt(NamedTuple):
-    """Where a row stands: its id, and the transaction that wrote it."""
+    """A row's id and the transaction that wrote it."""
 
     id: int
     xid: int
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """How far a lane has come."""
+    """The position of a lane in a log."""
 
     high: int = 0
     seen: Snapshot = NOTHING
     paging: Snapshot | None = None
     """The snapshot whose late rows are being paged through: the next ``seen``."""
     late: tuple[int, ...] = ()
-    """While paging: the transactions whose rows those are. They were at work when ``seen`` was taken, so they are no
-    more than there were connections.
+    """While paging: the transactions of the late rows. They were running in ``seen``, so there are at most as many as
+    there were connections.
     """
     done: int = 0
-    """While paging: the last id that is dealt with."""
+    """While paging: the last processed id."""
 
     @classmethod
     def parse(cls, text: str) -> Cursor:
-        """From the form that a lane's row keeps."""
+        """Parse the form that is stored in a lane's row."""
         high, seen, *page = text.split(" ")
         if not page:
             return cls(int(high), Snapshot.parse(seen))
@@ -103,58 +104,58 @@ class Cursor(msgspec.Struct, frozen=True):
         return f"{self.high} {self.seen}{page}"
 
     def covers(self, row: RowAt) -> bool:
-        """Whether the row, which has committed, has been dealt with."""
+        """Whether the committed row has been processed."""
         if row.id > self.high:
             return False
         return self.seen.shows(row.xid) or (row.id <= self.done and row.xid in self.late)
 
     def is_fresh(self, row: RowAt) -> bool:
-        """Whether the row comes in its turn. None does while late ones are paged through."""
+        """Whether the row is a fresh one. While the cursor pages through late rows, no row is."""
         return self.paging is None and row.id > self.high
 
     def is_late(self, row: RowAt) -> bool:
-        """Whether the row comes after rows with higher ids."""
+        """Whether the row became visible after rows with higher ids."""
         if self.paging is not None:
             return self.done < row.id <= self.high and row.xid in self.late
         return row.id <= self.high and not self.seen.shows(row.xid)
 
     def paged(self, snapshot: Snapshot, late: tuple[int, ...], done: int = 0) -> Cursor:
-        """The same place, in the middle of the late rows that a snapshot shows, of these transactions."""
+        """The same position while paging through the late rows of these transactions, visible in this snapshot."""
         return Cursor(self.high, self.seen, snapshot, late, done)
 
     def leads(self, other: Cursor) -> bool:
-        """Whether all that the other one has dealt with was there when this one looked: so it may have passed more.
-        A detour that has come through the same late rows as its lane, and sooner, has to wait for it.
+        """Whether every row that the other cursor has processed was visible in this one's snapshot, so that this one
+        may have skipped more. A detour that is ahead of its lane within late rows has to wait for it.
         """
         return self.high >= other.high and not self.seen.lies_below(other.seen)
 
     def has_passed(self, other: Cursor) -> bool:
-        """Whether it is where the other one is, or further on, and neither is in the middle of late rows."""
+        """Whether it is at or beyond the other cursor, and neither is paging."""
         return self.paging is None and other.paging is None and self.leads(other)
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What a look at a lane has found, and where the lane stands once a part of it is dealt with."""
+    """The rows that one read of a lane has found, and the cursor after a part of them."""
 
     start: Cursor
     snapshot: Snapshot
-    """The one of the look; while paging, the one that is paged through."""
+    """Snapshot of the read; while paging, the snapshot that is paged through."""
     late: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
     xids: tuple[int, ...] = ()
-    """The transactions of all late rows, here or not."""
+    """The transactions of all late rows, also of those beyond the window."""
     more: bool = False
-    """Whether there are late rows that are not here."""
+    """Whether there are late rows beyond the window."""
     reach: int = 0
-    """Up to where there are no other fresh rows, if that is further than the last of these."""
+    """The id up to which there are no other fresh rows, if it is beyond the last fresh row of the window."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All rows, in the order in which they must be dealt with."""
+        """All rows, in the order in which they must be processed."""
         return self.late + self.fresh
 
     def after(self, count: int) -> Cursor:
-        """Where the lane stands once the first ``count`` rows are dealt with."""
+        """The cursor after the first ``count`` rows."""
         start, late = self.start, len(self.late)
         if count < late or self.more:
             return start.paged(self.snapshot, self.xids, self.late[count - 1] if count else start.done)
@@ -162,8 +163,8 @@ class Window(msgspec.Struct, frozen=True):
         return Cursor(max(high, self.reach) if count == late + len(self.fresh) else high, self.snapshot)
 
     def dealt_with(self, ids: Collection[int]) -> Cursor:
-        """Where the lane stands once these rows are dealt with. They must be the first ones: what the cursor has
-        passed is never looked at again.
+        """The cursor after these rows. They must be the first ones, because rows behind the cursor are never read
+        again.
         """
         rows = self.ids
         count = next((index for index, row in enumerate(rows) if row not in ids), len(rows))
@@ -173,9 +174,9 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def look(start: Cursor, rows: Iterable[RowAt], snapshot: Snapshot, limit: int, reach: int = 0) -> Window:
-    """What a statement with this snapshot finds among the committed rows of a lane, which come in the order of their
-    ids. The store on PostgreSQL asks its indexes the same question. ``reach`` is the last row that it has looked at,
-    where some are not for this cursor.
+    """Select the window of a cursor from the committed rows of a lane, in the order of their ids. The store on
+    PostgreSQL does the same by its indexes. ``reach`` is the last row read, where the read skipped rows that are not
+    for this cursor.
     """
     snapshot = start.paging or snapshot
     visible = [row for row in rows if snapshot.shows(row.xid)]

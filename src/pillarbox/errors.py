@@ -4,7 +4,7 @@
     ├── ConfigurationError              (ValueError) a mistake in code or settings; found at start
     │   ├── RouteError                  routes that overlap, share a topic, name an unknown transport, ...
     │   ├── SettingsError               a settings file or variable that cannot be used
-    │   ├── MissingExtraError           an optional package is not installed; the message holds the command
+    │   ├── MissingExtraError           an optional package is not installed; the message has the command
     │   └── MissingProgramError         a program that a local server needs is not installed
     ├── EventError                      (ValueError) an event that cannot become a delivery
     │   ├── UnregisteredEventError      its type has no registered name
@@ -13,22 +13,22 @@
     │   ├── PayloadTooLargeError        the encoded body is over the limit
     │   ├── HeaderError                 a header, key or tenant with forbidden characters
     │   └── DuplicateEventError         this event id was written by an earlier transaction
-    ├── SessionError                    a session used in a way that would lose or double events
+    ├── SessionError                    a session used in a way that would lose or duplicate events
     │   ├── SessionNotBoundError        publish on a session that Pillarbox does not know
     │   ├── SessionSharedError          two tasks or threads in one session at the same time
     │   └── BulkStatementError          a bulk statement on aggregates, which raises no events
-    ├── ConcurrencyError                somebody else changed the aggregate first
+    ├── ConcurrencyError                another transaction changed the aggregate first
     ├── NotFoundError                   (LookupError) a repository has no such entity
-    ├── CommitOutcomeUnknown            COMMIT was sent and no answer came back
+    ├── CommitOutcomeUnknown            COMMIT was sent and no answer arrived
     ├── TenancyError                    a missing, second or foreign tenant
     └── StoreError                      the outbox itself
         ├── NotMigratedError            its tables are missing or of another version
         ├── LeaseLostError              a fenced write found another owner; nothing was written
-        ├── LaneHaltedError             a lane cannot go on without a person
+        ├── LaneHaltedError             a lane cannot continue without an operator
         │   └── BatchMismatchError      an announced batch could not be rebuilt exactly
-        └── EmbeddedServerError         a server of our own, for development or tests, did not start
+        └── EmbeddedServerError         a local server for development or tests did not start
 
-Failures end in ``Error``; ``CommitOutcomeUnknown`` does not, because the transaction may well have succeeded.
+Failures end in ``Error``. ``CommitOutcomeUnknown`` does not, because the transaction may have succeeded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConfigurationError(PillarboxError, ValueError):
 
 
 class RouteError(ConfigurationError):
-    """Routes that cannot work, alone or together."""
+    """Invalid routes, alone or together."""
 
 
 class SettingsError(ConfigurationError):
@@ -54,7 +54,7 @@ class SettingsError(ConfigurationError):
 
 
 class MissingExtraError(ConfigurationError):
-    """An optional package is not installed."""
+    """An optional package is not installed; the message has the install command."""
 
     def __init__(self, what: str, *, extra: str) -> None:
         super().__init__(f"{what} needs a package that is not installed: pip install 'pillarbox[{extra}]'")
@@ -86,7 +86,7 @@ class PayloadError(EventError):
 
 
 class PayloadTooLargeError(EventError):
-    """The encoded body is over the limit of the codec or of the transport."""
+    """The encoded body exceeds the limit of the codec or of the transport."""
 
 
 class HeaderError(EventError):
@@ -98,11 +98,11 @@ class DuplicateEventError(EventError):
 
 
 class SessionError(PillarboxError):
-    """A session used in a way that would lose or double events."""
+    """A session used in a way that would lose or duplicate events."""
 
 
 class SessionNotBoundError(SessionError):
-    """The session was not made by a sessionmaker that went through ``box.bind``."""
+    """The session was not made by a sessionmaker that ``box.bind`` has bound."""
 
 
 class SessionSharedError(SessionError):
@@ -114,18 +114,20 @@ class BulkStatementError(SessionError):
 
 
 class ConcurrencyError(PillarboxError):
-    """Somebody else changed the aggregate between our read and our write: load it again and redo."""
+    """Another transaction changed the aggregate between this one's read and write: load it again and repeat
+    the change.
+    """
 
 
 class NotFoundError(PillarboxError, LookupError):
-    """No entity with this id, or none that this repository shows."""
+    """No entity with this id, or none that is visible to this repository."""
 
 
 class CommitOutcomeUnknown(PillarboxError):  # noqa: N818  the transaction may have succeeded
-    """COMMIT was sent and its answer never came.
+    """COMMIT was sent, and its answer was lost.
 
     The transaction is either committed or not, and only the database knows: never retry blindly. ``await
-    box.committed(error)`` asks, by the outbox rows that the transaction wrote.
+    box.committed(error)`` finds out by the outbox rows of the transaction.
     """
 
     def __init__(self, written: Sequence[tuple[UUID, int, int]] = ()) -> None:
@@ -141,9 +143,9 @@ class TenancyError(PillarboxError):
     """A tenant that is missing, changed within a session, or not the owner of a row."""
 
 
-class Reject(PillarboxError):  # noqa: N818  a handler's decision, not a mishap
-    """Raised by a handler: what the event asks for cannot be done, and trying again would not help. What the handler
-    did is undone, and the message is a dead letter with this reason; its key goes on.
+class Reject(PillarboxError):  # noqa: N818  a decision of a handler, not a failure
+    """Raised by a handler: the request of the event cannot be fulfilled, and a retry would not help. The handler's
+    changes are rolled back, and the message is a dead letter with this reason; its key continues.
     """
 
     def __init__(self, reason: str) -> None:
@@ -152,8 +154,8 @@ class Reject(PillarboxError):  # noqa: N818  a handler's decision, not a mishap
 
 
 class Poison(PillarboxError):  # noqa: N818  it says what the message is
-    """Raised by a handler: no attempt with this message will ever succeed. It is a dead letter, and a copy goes to the
-    dead-letter topic.
+    """Raised by a handler: no attempt with this message will ever succeed. It becomes a dead letter, and a copy goes to
+    the dead-letter topic.
     """
 
     def __init__(self, reason: str) -> None:
@@ -162,7 +164,7 @@ class Poison(PillarboxError):  # noqa: N818  it says what the message is
 
 
 class StoreError(PillarboxError):
-    """Something is wrong with the outbox itself."""
+    """An error of the outbox itself."""
 
 
 class NotMigratedError(StoreError):
@@ -174,7 +176,7 @@ class LeaseLostError(StoreError):
 
 
 class LaneHaltedError(StoreError):
-    """Going on would lose or double something: the lane stops until a person has looked at it."""
+    """Continuing would lose or duplicate messages: the lane waits for an operator."""
 
 
 class BatchMismatchError(LaneHaltedError):
@@ -182,4 +184,4 @@ class BatchMismatchError(LaneHaltedError):
 
 
 class EmbeddedServerError(StoreError):
-    """A server of our own, the embedded PostgreSQL or the local Pulsar, could not be fetched or started."""
+    """The embedded PostgreSQL or the local Pulsar could not be fetched or started."""

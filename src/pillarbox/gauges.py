@@ -1,8 +1,8 @@
-"""What a box shows when somebody looks: its relays, from memory, and its backlog, from the database.
+"""Gauges of a box: its relays, from memory, and its backlog, from the database.
 
-The database is asked when metrics are scraped, and not again for some seconds; the slower it answers a question, the
-less often it is asked, so that no question takes more than a twentieth of its time. After a failure it is asked
-again sooner: people look for what is missing then.
+The database is queried when metrics are scraped, and then not again for some seconds. A slower query runs less often,
+so that each takes at most a twentieth of the database's time. A failed query is repeated sooner, because its gauges are
+missing meanwhile.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KEPT_SECONDS = 3.0
 SHARE = 20
 ANSWER_SECONDS = 5.0
 FAILURE_SECONDS = 10.0
-"""The longest pause after a question that was not answered."""
+"""Longest pause after a query that failed."""
 
 
 class Shown(Protocol):
     """A relay."""
 
     def samples(self) -> Iterable[Sample]:
-        """What gauges show of it."""
+        """Its gauges."""
         ...
 
 
@@ -59,17 +59,15 @@ class Gauges:
     async def asked(self) -> Iterable[Sample]:
         """See `Source.asked`."""
         engine = self._engine()
-        # An in-memory SQLite has one connection: to give it back would undo what somebody else does on it.
+        # An in-memory SQLite has one connection: returning it to the pool would roll back a transaction of other code.
         if engine is None or isinstance(engine.pool, StaticPool):
             return []
-        # One after the other: whoever looks takes no more than one connection from those who work.
+        # One after the other: scraping takes at most one connection from the pool.
         return [sample for question in self._questions for sample in await question.asked(engine)]
 
 
 class Question:
-    """Something that the database is asked, whatever becomes of the others: what is slow, or fails, hides nothing
-    else.
-    """
+    """A query of gauges. Each is independent: a slow or failing one hides no other."""
 
     def __init__(self, what: str, answer: Callable[[Connection], list[Sample]]) -> None:
         self._what = what
@@ -79,17 +77,17 @@ class Question:
         self._is_answered = True
 
     async def asked(self, engine: AsyncEngine) -> list[Sample]:
-        """The answer, or what it was a moment ago; none if there is none."""
+        """The samples, or those of a moment ago; none after a failure."""
         began = clock.current().monotonic()
         if began < self._until:
             return self._known
         longest = float("inf")
-        self._until = began + KEPT_SECONDS  # who comes meanwhile gets what was known before
+        self._until = began + KEPT_SECONDS  # concurrent calls get the previous samples
         try:
             async with asyncio.timeout(ANSWER_SECONDS), engine.connect() as connection:
                 self._known = await connection.run_sync(self._answer)
         except Exception as error:
-            self._known = []  # nothing, rather than what is not true any more
+            self._known = []  # no samples rather than wrong ones
             longest = FAILURE_SECONDS
             reason = redacted(str(error)) or f"no answer within {ANSWER_SECONDS:g} s"
             level = logging.WARNING if self._is_answered else logging.DEBUG
@@ -103,7 +101,7 @@ class Question:
 
 
 def _backlog(connection: Connection) -> list[Sample]:
-    from .stores.overview import backlog  # noqa: PLC0415  for those who look
+    from .stores.overview import backlog  # noqa: PLC0415  only where gauges are read
 
     return [
         sample
@@ -133,7 +131,7 @@ def _slots(connection: Connection) -> list[Sample]:
     from .stores.slots import slot_states  # noqa: PLC0415  as above
 
     shown: dict[str, SlotState] = {}
-    for slot in slot_states(connection):  # each relay that comes brings another name
+    for slot in slot_states(connection):  # each relay adds another name
         name = "temporary" if slot.temporary else slot.name
         shown[name] = max(shown.get(name, slot), slot, key=lambda it: it.lag)
     samples = [Sample(telemetry.SLOT_LAG, (name,), slot.lag) for name, slot in shown.items()]

@@ -1,13 +1,13 @@
-"""The outbox port: deliveries, lanes and batches, and what a store promises about them.
+"""The outbox port: deliveries, lanes and batches, and the contract of a store.
 
 Before this: routes and codecs have made final bytes. After it: a relay that owns a lane sends them. A delivery is one
-event for one route. A lane is (route, shard): the unit of ownership, order and failure. A batch is announced, with
-everything that its order and numbers depend on, before its first message leaves; it is amended when the destination
-rejects something, and settled when all of it is stored there. A successor rebuilds an announced batch exactly, or
+event for one route. A lane is (route, shard): the unit of ownership, order and failure. A batch is announced before its
+first message leaves, with everything that its order and numbers depend on. It is amended when the destination rejects a
+message, and settled when the destination has stored all of it. A successor rebuilds an announced batch exactly, or
 halts.
 
-Every write of progress is fenced: it names the lane's epoch, token and batch number, and changes nothing if one of them
-is not the stored one. `LeaseLostError` then says so.
+Every write of progress is fenced: it names the lane's epoch, token and batch number. If one of them differs from the
+stored one, it changes nothing and raises `LeaseLostError`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from .retry import RetryPolicy
 
 SHARDS = 16
 LOCAL = "local"
-"""The destination of consumers of the outbox itself, and of handlers."""
+"""The destination of handlers and of the outbox's own consumers."""
 INBOX_DESTINATION = "inbound"
-"""The destination of messages that came in and wait for their consumer."""
+"""The destination of received messages that wait for their consumer."""
 OUTBOUND = "pillarbox_outbox"
-"""The table of the deliveries that leave, to a transport or to a handler."""
+"""Table of deliveries to transports and handlers."""
 INBOUND = "pillarbox_inbound"
-"""The table of the deliveries that wait for a consumer. It has the same shape, and its lanes work in the same way."""
+"""Table of deliveries that wait for a consumer. Its shape and its lanes are the same."""
 TABLES = (OUTBOUND, INBOUND)
 
 
 class Direction(StrEnum):
-    """Which way a delivery goes."""
+    """Direction of a delivery."""
 
     OUTBOUND = "outbound"
-    """Out of the service, or to a handler of its own."""
+    """To a transport or a handler of this service."""
     INBOUND = "inbound"
-    """To a consumer, which could not take the message when it came."""
+    """To a consumer, after it could not process the received message at once."""
 
     @property
     def table(self) -> str:
-        """Where its deliveries are."""
+        """The table of these deliveries."""
         return INBOUND if self is Direction.INBOUND else OUTBOUND
 
 
 class Status(StrEnum):
-    """The life of a delivery, as people see it."""
+    """States of a delivery, as operators see them."""
 
     PENDING = "PENDING"
     SENDING = "SENDING"
@@ -64,21 +64,21 @@ class Status(StrEnum):
 
 
 class FailurePolicy(StrEnum):
-    """What happens to a key whose delivery has failed for good."""
+    """What happens to a key after a delivery of it has failed."""
 
     PARK = "park"
-    """Later deliveries of the key wait for a person."""
+    """Later deliveries of the key wait for an operator."""
     SKIP = "skip"
-    """The key goes on without it."""
+    """The key continues without the failed delivery."""
 
 
 def stable_hash(text: str) -> int:
-    """63 bits of a text, the same in every process and release."""
+    """A 63-bit hash of a text, the same in every process and release."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def shard_of(unit: str, shards: int) -> int:
-    """Where the deliveries of a key, or of a tenant, are."""
+    """The shard of a key or of a tenant."""
     return stable_hash(unit) % shards
 
 
@@ -86,7 +86,7 @@ _route_id = lru_cache(maxsize=4096)(stable_hash)
 
 
 class RouteRecord(msgspec.Struct, frozen=True):
-    """A route as the database knows it: everything that a relay needs, so that it needs no configuration of its own."""
+    """A route as stored in the database: a relay needs no other configuration to serve it."""
 
     name: str
     destination: str
@@ -95,31 +95,31 @@ class RouteRecord(msgspec.Struct, frozen=True):
     on_failure: FailurePolicy = FailurePolicy.PARK
     retry: RetryPolicy = msgspec.field(default_factory=RetryPolicy)
     shard_by: str = "key"
-    """What is hashed to choose a lane: the key, or the tenant."""
+    """What the shard is computed from: ``key`` or ``tenant``."""
 
     @property
     def id(self) -> int:
-        """A number made from the name, so that a writer knows it without asking the database."""
+        """A number derived from the name, so that writers need no query for it."""
         return _route_id(self.name)
 
     @property
     def needs(self) -> str:
-        """What a relay must have in order to serve it: a transport, a handler, or a consumer."""
+        """What a relay must have to serve the route: the name of a transport, handler or consumer."""
         named = self.destination in (LOCAL, INBOX_DESTINATION)
         return f"{self.destination}:{self.topic}" if named else self.destination
 
     @property
     def direction(self) -> Direction:
-        """Which way its deliveries go."""
+        """Direction of its deliveries."""
         return Direction.INBOUND if self.destination == INBOX_DESTINATION else Direction.OUTBOUND
 
     @property
     def table(self) -> str:
-        """Where its deliveries are."""
+        """Table of its deliveries."""
         return self.direction.table
 
     def check_lanes(self, shard_by: str) -> None:
-        """`RouteError` if the lanes of its rows were chosen by something else: new ones would overtake those."""
+        """Raise `RouteError` if stored rows were sharded by something else: new rows could overtake them."""
         if self.shard_by != shard_by:
             raise RouteError(
                 f"the route {self.name!r} says shard_by={self.shard_by!r}, but its lanes are chosen by {shard_by!r}, "
@@ -128,7 +128,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One event, encoded, for one route: a row of the outbox before it is written."""
+    """One event, encoded, for one route: a row of the outbox that is not written yet."""
 
     event_id: UUID
     event_type: str
@@ -143,7 +143,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Key(msgspec.Struct, frozen=True, gc=False):
-    """The unit of order: a key within its tenant."""
+    """The unit of order: a key and its tenant."""
 
     tenant: str | None
     key: str
@@ -157,11 +157,11 @@ class LaneName(NamedTuple):
 
 
 NewRows = dict[tuple[LaneName, str | None], int]
-"""How many rows a transaction has written, by lane and tenant."""
+"""Number of rows that a transaction has written, by lane and tenant."""
 
 
 def count_rows(deliveries: Iterable[Delivery], rows: NewRows) -> NewRows:
-    """Count more of them."""
+    """Add these deliveries to the counts."""
     for row in deliveries:
         place = LaneName(row.route, row.shard), row.tenant
         rows[place] = rows.get(place, 0) + 1
@@ -169,17 +169,17 @@ def count_rows(deliveries: Iterable[Delivery], rows: NewRows) -> NewRows:
 
 
 Shards = Mapping[int, Collection[int]]
-"""Some shards of some routes, by a route's id."""
+"""Some shards of some routes, by the route's id."""
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """A stored delivery, as a relay reads it. It refers to nothing that could refer to it, so the collector need not
-    look at it: a relay makes tens of thousands of them in a second.
+    """A stored delivery, as a relay reads it. It references no containers, so it is exempt from garbage collection: a
+    relay creates tens of thousands of rows per second.
     """
 
     id: int
     event: str
-    """The id of its event, in a form that `UUID` takes: to make one for each row costs more than the rest of it."""
+    """The id of its event, in a form that `UUID` accepts: a UUID object per row would cost more than the row."""
     topic: str
     key: str
     tenant: str | None
@@ -189,72 +189,72 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def event_id(self) -> UUID:
-        """Which event it is."""
+        """The id of its event."""
         return UUID(self.event)
 
     @property
     def order_key(self) -> Key:
-        """What this row is ordered by."""
+        """The unit of order that the row belongs to."""
         return Key(self.tenant, self.key)
 
 
 class Ahead(NamedTuple):
-    """A row that a cursor has not come to, and whose it is."""
+    """A row that a cursor has not reached, and its tenant."""
 
     at: RowAt
     tenant: str | None
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """All that the order and the numbers of a batch depend on. Stored before its first message leaves."""
+    """Everything that the order and the numbers of a batch depend on. Stored before its first message leaves."""
 
     first_number: int
     count: int
     digest: str
     items: tuple[int, ...] = ()
-    """Row ids in send order, 0 where one was taken out: its number stays unused. A store that finds its batches in
-    another way leaves it empty.
+    """Row ids in send order, with 0 for a removed row, whose number stays unused. Empty in a store that finds its
+    batches in another way.
     """
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """What the store and the transport need beside it: cursors, paused tenants, grouping, partitions."""
+    """Details of the store and the transport: cursors, paused tenants, grouping, partitions."""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """A lane in the hands of a relay, with the fence that all its writes must pass."""
+    """A leased lane, with the fence of its owner's writes."""
 
     route: RouteRecord
     shard: int
     epoch: int
     token: UUID
     batch: int
-    """The number of the newest batch that was announced."""
+    """Number of the newest announced batch."""
     next_number: int
-    """The number that the next announced item gets."""
+    """Number of the next announced item."""
     announced: Announcement | None
-    """The batch that was announced and is not settled."""
+    """The batch that is announced and not settled."""
     tries: int
-    """How many owners took this lane over while that batch was open. A clean release does not count."""
+    """Number of owners that took the lane over while that batch was open. A clean release does not count."""
     waiting: frozenset[Key]
-    """Keys that have a failed or parked delivery: their new rows go behind it."""
+    """Keys that have a failed or parked delivery: new rows of them are parked."""
     cursor: Any = None
-    """How far the lane has come, where that is not kept with each row. Only the store understands it."""
+    """The lane's position, where it is not kept in the rows. Opaque to everything but the store."""
     detours: Mapping[str, Any] | None = None
-    """The tenants that the lane passes over, and how far each of them has come; None if the store knows no detours."""
+    """Tenants on a detour, with their cursors. None if the store has no detours."""
 
     @property
     def name(self) -> LaneName:
-        """Which lane it is, whoever owns it."""
+        """Route and shard of the lane."""
         return LaneName(self.route.id, self.shard)
 
     def check_announced(self, *, wanted: bool = True) -> None:
-        """`StoreError` unless a batch is announced; or if one is, and none is wanted."""
+        """Raise `StoreError` unless a batch is announced, or, with ``wanted=False``, if one is."""
         if (self.announced is not None) != wanted:
             raise StoreError(
                 "there is no announced batch to settle" if wanted else "a batch is announced over an unsettled one"
             )
 
     def check_batch(self, found: Sequence[tuple[int, Row]]) -> None:
-        """`BatchMismatchError` if these numbers and rows are not those that were announced."""
+        """Raise `BatchMismatchError` if these numbers and rows differ from the announced batch."""
         announced, items = self.announced, [(number, row.id) for number, row in found]
         if announced is not None and (len(items) != announced.count or digest(items) != announced.digest):
             raise BatchMismatchError(
@@ -267,108 +267,110 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """What a lane has to do next."""
+    """The next work of a lane."""
 
     redo: tuple[Row, ...]
-    """Failed rows that are due, per key a prefix in id order."""
+    """Failed rows that are due; per key a prefix in the order of ids."""
     fresh: tuple[Row, ...]
-    """Rows that were never tried, in id order."""
+    """Rows that were never tried, in the order of ids."""
     held: frozenset[str] = frozenset()
-    """Paused tenants whose rows come next, and cannot be left out: they need a detour, and the page has no fresh rows
-    until they have one."""
+    """Paused tenants whose rows come next and cannot be skipped without a detour. Until they have one, the page has no
+    fresh rows.
+    """
     passed: bool = False
-    """The lane moves on, even if it is only past rows that belong to a detour; and there may be more behind them."""
+    """Whether the lane moves on, even if only past rows of detours. There may be more behind them."""
     scan_exhausted: bool = False
-    """So many of them that the look has come to nothing else, nor to their end."""
+    """Whether the poll found nothing but rows of detours, and did not reach their end."""
     requests: tuple[int, ...] = ()
-    """What people have asked for and can be done now: the next announcement does it."""
+    """Operators' requests that can be carried out now. The next announcement does so."""
     cursor: Any = None
-    """What the announcement needs to know about this page, if the store keeps no status with its rows. Then the batch
-    must deal with the rows of the page as they come: none can be left out, but for the last ones.
+    """Position of this page, if the store keeps no status in its rows. The batch must then cover the rows of the page
+    in their order, and may leave out only the last ones.
     """
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A delivery that was rejected, or that must be tried again through no fault of its own."""
+    """A delivery that was rejected, or that must be sent again without being at fault."""
 
     row: int
     attempts: int
-    """Including this one, if it counts."""
+    """Attempts, including this one if it counts."""
     error: str | None
-    """Already redacted; None for a row that shared a request with a rejected one, or that gets attempts back: then it
-    is passed over if it was dealt with meanwhile."""
+    """Redacted reason. None for a row that shared a request with a rejected one, or that gets attempts back; such a
+    failure is ignored if the row has changed meanwhile.
+    """
     retry_after: float | None
-    """Seconds until it is due; None: it is dead and needs a person."""
+    """Seconds until it is due. None: it is out of attempts and waits for an operator."""
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one turn of a lane decided, before anything is sent."""
+    """The decisions of a turn, before anything is sent."""
 
     items: Sequence[int] = ()
     """Row ids in send order; the i-th gets the number ``lane.next_number + i``."""
     failures: Sequence[Failure] = ()
-    """Rows that preflight refused."""
+    """Rows that fail without being sent, and rows that are put off or made due."""
     parked: Sequence[int] = ()
-    """Rows that go behind a failed one of their key."""
+    """Rows that wait behind a failed one of their key."""
     requests: Sequence[int] = ()
-    """People's requests that this announcement carries out."""
+    """Operators' requests that this announcement carries out."""
     cursor: Any = None
-    """The one of the page that it is made of."""
+    """Cursor of the page."""
     details: Mapping[str, Any] = msgspec.field(default_factory=dict)
     relaxed: bool = False
-    """The announcement, and what it settles, may be lost if the database crashes: then the same rows are sent again,
-    which is what a destination without numbers must bear anyhow."""
+    """Whether the announcement, and the settlement in it, may be lost if the database crashes. The same rows are then
+    sent again; at a destination without numbers, consumers must tolerate duplicates anyway.
+    """
 
 
 class Census(msgspec.Struct, frozen=True):
-    """Who is there and what is to be served, by the database's clock."""
+    """Routes, live relays and operators' settings, by the database's clock."""
 
     routes: Mapping[int, RouteRecord]
-    """Everything that ever wrote."""
+    """All routes that were ever registered."""
     relays: Mapping[str, frozenset[int]]
-    """The relays that are alive, and the routes that each of them serves."""
+    """The live relays, and the routes that each of them serves."""
     shards: Mapping[str, frozenset[int]]
-    """Those of them that keep to some shards."""
+    """The relays that are limited to some shards."""
     shard_count: int = SHARDS
-    """How many lanes each route has."""
+    """Number of lanes of each route."""
     paused: frozenset[LaneName] = frozenset()
-    """Lanes that a person has stopped: their owner lets them go."""
+    """Lanes that an operator has paused: their owners release them."""
     paused_tenants: frozenset[str] = frozenset()
     lane_rates: Mapping[LaneName, float] = msgspec.field(default_factory=dict)
-    """The most that a lane may send, in messages per second."""
+    """Messages per second that a lane may send."""
     tenant_rates: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """The most that a tenant may send through one lane, in messages per second."""
+    """Messages per second that a tenant may send through one lane."""
     install: str = ""
-    """Who this installation is: part of every producer's name."""
+    """Id of this installation: part of every producer name."""
     next_expiry: float | None = None
-    """Seconds until the next lease ends unless it is renewed; None if nobody holds one."""
+    """Seconds until the next lease expires unless it is renewed; None without leases."""
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What keeps a lane from sending, in its owner's words."""
+    """Why a lane does not send, as its owner reports it."""
 
     reason: str
-    """Already redacted."""
+    """Redacted."""
     seconds: float | None = None
-    """Until the owner tries again; None: it needs a person."""
+    """Seconds until the owner tries again; None: it waits for an operator."""
 
 
 class LaneStore(Protocol):
-    """Who owns which lane. Times are the database's own: no relay's clock decides about a lease."""
+    """Leases of lanes. All times are the database's: no relay's clock decides about a lease."""
 
     async def census(self) -> Census:
-        """See `Census`. Changes nothing."""
+        """Read the `Census`. Changes nothing."""
         ...
 
     async def take(
         self, relay: str, *, lease: float, wanted: Mapping[int, int], shards: Shards | None = None
     ) -> list[Lane]:
-        """Claim lanes that nobody holds: of each route, by its id, up to the wanted number, and only these shards of
-        it, if any are named.
+        """Lease free lanes: per route id up to the wanted number, and only these shards of a route, if any are named.
 
-        A lane is free when it was never held, was released, or its lease has expired; no other process is needed to
-        free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it has one; then ``tries``
-        has risen. Two relays never get the same lane in the same epoch. Paused lanes are not given out.
+        A lane is free if it was never leased, was released, or its lease has expired; no other process is needed to
+        free it. Each lane comes with a higher epoch, a new token and its unsettled batch, if it has one; ``tries`` has
+        then risen. Two relays never get the same lane in the same epoch. Paused lanes are not leased.
         """
         ...
 
@@ -382,30 +384,30 @@ class LaneStore(Protocol):
         shards: Collection[int] | None = None,
         troubles: Mapping[LaneName, Trouble] | None = None,
     ) -> dict[LaneName, bool]:
-        """Say that the relay is alive and which routes and shards it serves, and extend the leases of these lanes;
-        those that are still ours come back, each with whether its lease was extended.
+        """Record that the relay is alive and which routes and shards it serves, and extend the leases of these lanes.
+        Returns the lanes that it still owns, each with whether its lease was extended.
 
-        It was not if somebody else has locked the lane's row; no other lane waits for that. A lease that has expired
-        but that nobody has taken is extended, too. What troubles a lane, or that nothing does, is kept for people to
-        see.
+        A lease is not extended while another transaction locks the lane's row; other lanes do not wait for that lock.
+        An expired lease is extended if no other relay has taken the lane. The troubles of the lanes are stored for
+        operators.
         """
         ...
 
     async def release(self, relay: str, lanes: Sequence[Lane], *, leaving: bool = False) -> None:
-        """Let lanes go, fenced: one that has another owner already is left to it. Their batches stay announced, and it
-        does not count against them, nor if it comes late, from a relay that was only slow. ``leaving`` takes the relay
-        out of the census.
+        """Release lanes, fenced: a lane that already has another owner is left alone. Announced batches stay announced,
+        and the release does not count as a lost owner, even if it comes late from a slow relay. ``leaving`` removes the
+        relay from the census.
         """
         ...
 
 
 class OutboxStore(Protocol):
-    """Where deliveries live and how progress is kept. Times are the database's own."""
+    """Deliveries and their progress. All times are the database's."""
 
     async def ready(self, routes: Collection[int], *, relay: str | None = None) -> frozenset[LaneName]:
         """Lanes of these routes that have something to do now: fresh rows, rows that are due, a batch that is not
-        settled, people's requests. With ``relay`` only those that it holds. Paused lanes are not among them. Rows of
-        paused tenants may be counted or not.
+        settled, operators' requests. With ``relay``, only its lanes. Without paused lanes; rows of paused tenants may
+        count or not.
         """
         ...
 
@@ -418,35 +420,29 @@ class OutboxStore(Protocol):
         paused: Collection[str] = (),
         detour: str | None = None,
     ) -> Page:
-        """Read what comes next: at most ``limit`` fresh rows and as many to redo, and of each no more than it takes to
-        have ``max_bytes`` of bodies. So there is nothing behind fresh rows that reach neither. Changes nothing; asking
-        twice gives the same.
+        """Read the next page: at most ``limit`` fresh rows and as many redone ones, each until their bodies reach
+        ``max_bytes``. If the fresh rows reach neither limit, there are no more. Changes nothing and is repeatable.
 
-        Rows of an announced batch, and of paused tenants, are not in it. A request that names a row of an announced
-        batch waits. A row that commits late with a low id is still found. Within a key rows come in the order of their
-        ids. Fresh rows of tenants on a detour are left out; with ``detour`` they are only those of that tenant, as far
-        as the lane has passed over them.
+        Leaves out rows of an announced batch, requests that name such rows, and rows of paused tenants. A row that
+        commits late with a low id is still found. Rows of a key come in the order of their ids. Fresh rows of tenants
+        on a detour are left out; with ``detour``, only rows of that tenant are returned, as far as the lane has skipped
+        them.
         """
         ...
 
     async def part(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        """Give tenants a detour, fenced: from here on the lane passes over their rows, and does not wait for them.
-        There must be nothing announced.
-        """
+        """Give tenants a detour, fenced: from here on, the lane skips their rows. No batch may be announced."""
         ...
 
     async def join(self, lane: Lane, tenants: Collection[str]) -> Lane:
-        """End the detours of those tenants that have come as far as the lane, fenced. There must be nothing
-        announced.
-        """
+        """End the detours of these tenants that have caught up with the lane, fenced. No batch may be announced."""
         ...
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
-        """Make the batch durable, in one fenced write; the lane with its new batch number comes back.
+        """Make the batch durable in one fenced write. Returns the lane with its new batch number.
 
-        With ``settle`` the same write settles the batch before. A batch without items only records its failures, its
-        parked rows, the requests that it carries out and its cursor. Either all of it is stored or nothing. Announcing
-        over an unsettled batch is a `StoreError`.
+        With ``settle``, the same write settles the previous batch. A batch without items only records its failures,
+        parked rows, requests and cursor. The write is atomic. Announcing over an unsettled batch is a `StoreError`.
         """
         ...
 
@@ -458,47 +454,46 @@ class OutboxStore(Protocol):
         parked: Sequence[int] = (),
         attempts: Mapping[int, int] | None = None,
     ) -> Lane:
-        """Take rows out of the announced batch, fenced, before anything with a higher number leaves.
+        """Take rows out of the announced batch, fenced, before any higher number leaves.
 
-        Their numbers stay unused. What remains can be rebuilt and settled. ``attempts`` are counted for rows that stay
-        in the batch. With nothing to change it still tells whether the lane is ours.
+        Their numbers stay unused. The rest can be rebuilt and settled. ``attempts`` are stored for rows that stay in
+        the batch. Without changes, the call only checks whether the lane is still owned.
         """
         ...
 
     async def settle(self, lane: Lane) -> Lane:
-        """Everything that is left of the announced batch is stored at the destination: mark it sent, fenced."""
+        """Mark all rows that are left in the announced batch as sent, fenced. The destination has stored them."""
         ...
 
     async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
-        """Those of the rows that people have requests about, which wait as long as the rows are on their way."""
+        """The rows of these for which operators have requests. Such requests wait while their rows are in flight."""
         ...
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
-        """The announced batch with its numbers, in send order, without what was amended.
+        """Read the announced batch with its numbers, in send order, without amended rows.
 
-        `BatchMismatchError` if its count or digest is not what was announced.
+        Raises `BatchMismatchError` if its count or digest differs from the announced one.
         """
         ...
 
 
 class Appends(Protocol):
-    """The write side of a store: called by the session's flush, inside the business transaction."""
+    """The write side of a store: called by the session's flush, in the business transaction."""
 
     def register(self, connection: Any, records: Iterable[RouteRecord]) -> int:
-        """Make route and lane rows that are missing, and bring changed ones up to date; the number of shards comes
-        back.
+        """Create missing route and lane rows, and update changed routes. Returns the number of shards.
 
-        What lanes are chosen by stays as it is: `RouteError` for a route that says otherwise. Safe to call from many
-        processes at once. Nothing is registered if the transaction rolls back.
+        ``shard_by`` of a stored route cannot change: `RouteError`. Safe to call from many processes at once. Nothing is
+        registered if the transaction rolls back.
         """
         ...
 
     def append(self, connection: Any, deliveries: Sequence[Delivery]) -> None:
-        """Write the rows, in this order, by one statement. `DuplicateEventError` if one of them is there already."""
+        """Write the rows in this order. Raises `DuplicateEventError` if one of them exists already."""
         ...
 
 
 def digest(items: Iterable[tuple[int, int]]) -> str:
-    """The fingerprint of a batch: its numbers and row ids in send order."""
+    """Fingerprint of a batch: a hash of its numbers and row ids in send order."""
     text = "".join([f"{number}:{row};" for number, row in items])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What must not be kept or shown: secrets in the texts of other people's errors."""
+"""Removes secrets from the texts of errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 MAX_CHARACTERS = 500
 
 _SECRETS = (
-    (re.compile(r"\[(?:SQL|parameters): .*|\bDETAIL: .*"), "…"),  # they quote people's data
+    (re.compile(r"\[(?:SQL|parameters): .*|\bDETAIL: .*"), "…"),  # they quote user data
     (re.compile(r"(://[^:/@\s]*):[^/\s]*@"), r"\1:***@"),
     (re.compile(r"://[^:/@\s]+@"), "://***@"),
     (re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*"), "***"),
@@ -25,7 +25,7 @@ _SECRETS = (
 
 
 def redacted(text: str) -> str:
-    """One line without passwords, tokens and keys, and without more than people will read."""
+    """One line of limited length, without passwords, tokens and keys."""
     line = " ".join(text[: 4 * MAX_CHARACTERS].split())
     for pattern, mask in _SECRETS:
         line = pattern.sub(mask, line)

@@ -1,7 +1,7 @@
-"""Repositories: how application code loads and saves one kind of entity, with the concerns that all of them share.
+"""Repositories: load and save entities of one class, with interceptors for shared concerns.
 
-A repository works in the session of a unit of work: it opens nothing and commits nothing. Interceptors say, in order,
-what is done to everything that passes through it::
+A repository works in the session of a unit of work: it opens nothing and commits nothing. Interceptors are called in
+order for every entity::
 
     orders = Repository(uow, Order, [Tenant(), SoftDelete(), Audit()])
 """
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class HasSession(Protocol):
-    """A `UnitOfWork`, as far as a repository needs to know it."""
+    """The part of a `UnitOfWork` that a repository uses."""
 
     @property
     def session(self) -> AsyncSession:
-        """The session that the repository works in."""
+        """The session of the repository."""
         ...
 
 
@@ -44,14 +44,14 @@ class FailedPortion:
 
 @dataclass(slots=True)
 class Added:
-    """What became of `Repository.add_all`."""
+    """Result of `Repository.add_all`."""
 
     count: int = 0
     failed: list[FailedPortion] = field(default_factory=list)
 
 
 class Repository(Generic[T]):
-    """Loads and saves entities of one mapped class, in the session of a unit of work or in one of your own."""
+    """Loads and saves entities of one mapped class, in the session of a unit of work or in your own."""
 
     def __init__(
         self, work: HasSession | AsyncSession, model: type[T], interceptors: Iterable[Interceptor] = ()
@@ -68,20 +68,22 @@ class Repository(Generic[T]):
     async def get(self, ident: Any, *, include_deleted: bool = False, expected_version: int | None = None) -> T | None:
         """The entity with this primary key (a tuple if it has several columns), or None.
 
-        With ``expected_version``: `ConcurrencyError` if it has another one by now.
+        Raises `ConcurrencyError` if its version differs from ``expected_version``.
         """
         read = self._read(include_deleted, expected_version)
         return self._admitted(await self.session.get(self.model, ident), read)
 
     async def get_one(self, ident: Any, *, include_deleted: bool = False, expected_version: int | None = None) -> T:
-        """Like `get`; `NotFoundError` instead of None."""
+        """Like `get`, but raises `NotFoundError` instead of returning None."""
         entity = await self.get(ident, include_deleted=include_deleted, expected_version=expected_version)
         if entity is None:
             raise NotFoundError(f"there is no {self.model.__name__} {ident!r}")
         return entity
 
     async def peek(self, ident: Any) -> T | None:
-        """The entity to look at, not to change: with a `ReadCache` a detached snapshot, which may be a little old."""
+        """The entity for reading only. With a `ReadCache` it is a detached snapshot, which may be slightly
+        out of date.
+        """
 
         def asking(interceptors: Sequence[Interceptor]) -> Callable[[], Awaitable[T | None]]:
             async def ask() -> T | None:
@@ -102,14 +104,14 @@ class Repository(Generic[T]):
         offset: int | None = None,
         include_deleted: bool = False,
     ) -> Sequence[T]:
-        """All entities that meet the criteria, ordered by primary key unless said otherwise."""
+        """All entities that meet the criteria, ordered by primary key by default."""
         order = order_by or inspect(self.model).primary_key
         statement = self._restricted(select(self.model).where(*criteria), include_deleted)
         found = await self.session.scalars(statement.order_by(*order).limit(limit).offset(offset))
         return found.unique().all()
 
     async def count(self, *criteria: ColumnElement[bool], include_deleted: bool = False) -> int:
-        """How many entities meet the criteria."""
+        """Number of entities that meet the criteria."""
         statement = select(func.count()).select_from(self.model).where(*criteria)
         return await self.session.scalar(self._restricted(statement, include_deleted)) or 0
 
@@ -122,7 +124,7 @@ class Repository(Generic[T]):
         self.session.add(entity)
 
     async def save(self, entity: T, *, expected_version: int | None = None) -> None:
-        """Write the entity now, so that a conflict shows here and not at COMMIT: `ConcurrencyError` if it is stale."""
+        """Flush now, so that a conflict is raised here and not at COMMIT: `ConcurrencyError` if the entity is stale."""
         read = self._read(True, expected_version)
         if inspect(entity).transient:
             self.add(entity)
@@ -130,19 +132,21 @@ class Repository(Generic[T]):
         await self._flush()
 
     async def remove(self, entity: T) -> None:
-        """Remove an entity; its row too, unless an interceptor keeps it."""
+        """Remove an entity. Its row is deleted unless an interceptor keeps it."""
         done = [interceptor.removing(self._sync, entity) for interceptor in self._interceptors]
         if not any(done):
             await self.session.delete(entity)
 
     def restore(self, entity: T) -> None:
-        """Bring back a removed entity."""
+        """Restore a removed entity."""
         done = [interceptor.restoring(self._sync, entity) for interceptor in self._interceptors]
         if not any(done):
             raise ConfigurationError(f"no interceptor of this repository keeps a removed {self.model.__name__}")
 
     async def add_all(self, entities: Iterable[T], *, portion: int = 500) -> Added:
-        """Add many entities, in savepoints of ``portion`` each. One that fails is undone alone, and reported."""
+        """Add many entities, in savepoints of ``portion`` each. A portion that fails is rolled back alone and
+        reported.
+        """
         if portion < 1:
             raise ConfigurationError(f"a portion holds at least one entity, got portion={portion}")
         await self._flush()
@@ -155,13 +159,13 @@ class Repository(Generic[T]):
                     await self._flush()
             except Exception as error:
                 if isinstance(error, DBAPIError) and error.connection_invalidated:
-                    raise  # the transaction is gone, and all portions with it
+                    raise  # the transaction is gone, with all portions
                 added.failed.append(FailedPortion(index, chunk, error))
             else:
                 added.count += len(chunk)
         return added
 
-    # -- all of these --------------------------------------------------------------------------------------------------
+    # -- details -------------------------------------------------------------------------------------------------------
 
     def _read(self, include_deleted: bool, expected_version: int | None) -> Read:
         if expected_version is not None and not any(each.checks_versions for each in self._interceptors):
@@ -182,5 +186,5 @@ class Repository(Generic[T]):
     async def _flush(self) -> None:
         try:
             await self.session.flush()
-        except StaleDataError as error:  # a session of a box has translated it already
+        except StaleDataError as error:  # a session of a box has translated the error already
             raise ConcurrencyError(f"somebody else changed or deleted it first: {error}") from error

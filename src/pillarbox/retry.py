@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt, and when to give up."""
+"""When to retry, and when to give up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from .errors import ConfigurationError
 
 LONGEST = 366 * 86_400.0
-"""Seconds. A database has no time for what is put off by thousands of years."""
+"""Longest delay in seconds: databases cannot store times thousands of years ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with full jitter.
 
-    The wait after attempt *n* is a random part of ``base * 2 ** (n - 1)``, at most ``cap`` seconds; after ``attempts``
-    of them nothing is tried any more. Full jitter keeps thousands of failures from coming back in step.
+    The wait after attempt *n* is a random part of ``base * 2 ** (n - 1)``, at most ``cap`` seconds. After ``attempts``
+    of them, there is no further try. Full jitter keeps thousands of failures from being retried at the same time.
     """
 
     base: float = 10.0
@@ -36,11 +36,11 @@ class RetryPolicy:
 
     def ceiling(self, attempt: int) -> float:
         """The longest wait after the given attempt (the first one is 1)."""
-        # The exponent is bounded: 2 ** 10_000 does not fit into a float, and the cap is reached long before.
+        # The exponent is limited: 2 ** 10_000 does not fit into a float, and the cap is reached long before.
         return min(self.cap, self.base * 2.0 ** min(attempt - 1, 64))
 
     def delay(self, attempt: int, draw: Callable[[], float] = random.random) -> float:
-        """Seconds to wait after the given attempt; ``draw`` gives a number in [0, 1)."""
+        """Seconds to wait after the given attempt; ``draw`` returns a number in [0, 1)."""
         return draw() * self.ceiling(attempt)
 
     def exhausted(self, attempt: int) -> bool:

@@ -1,7 +1,8 @@
-"""Which tables belong to tenants, and where a statement names them.
+"""Finds tenant tables in statements.
 
-Tenancy puts a condition on mapped classes. It does not reach a table that is named in any other way (`Model.__table__`,
-a text, a join made by hand), nor a statement that SQLAlchemy executes without regard to conditions. This finds both.
+Tenancy adds a condition to mapped classes. The condition reaches neither a table that is named in another way
+(`Model.__table__`, text, a hand-written join) nor a statement that SQLAlchemy executes without such conditions. This
+module finds both.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ scoped_tables: set[Table] = set()
 
 
 def mixin_column(make: Callable[[], MappedColumn[_Value]]) -> Mapped[_Value]:
-    """A column that a mixin gives to the classes it is mixed into, dataclasses or not.
+    """A column for a mixin, whose classes may be dataclasses or not.
 
-    SQLAlchemy takes an annotation on it for a dataclass field, and refuses one that comes from a mixin: so it has none.
+    SQLAlchemy takes an annotated column for a dataclass field and refuses it in a mixin, so the column has no
+    annotation.
     """
     return cast("Mapped[_Value]", declared_attr(lambda _cls: make()))
 
 
 def _tenant_column() -> MappedColumn[str]:
-    # MySQL compares without regard to case unless told otherwise. The old value is needed to see whose row it was.
+    # By default MySQL compares without regard to case. The old value shows which tenant owned the row.
     kind = String(200).with_variant(String(200, collation="utf8mb4_bin"), "mysql", "mariadb")
     return mapped_column(kind, nullable=False, active_history=True, sort_order=-1)
 
@@ -69,11 +71,11 @@ def _on_mapped(mapper: Mapper[Any], _class: type) -> None:
 
 
 Level = list[Any]
-"""The parts of one SELECT, UPDATE, INSERT or DELETE; those of a nested SELECT are a level of their own."""
+"""The parts of one SELECT, UPDATE, INSERT or DELETE. Those of a nested SELECT are a separate level."""
 
 
 def levels(statement: Any) -> Iterator[Level]:
-    """Take a statement apart, down to mapped classes and their columns."""
+    """Split a statement into levels, down to mapped classes and their columns."""
     pending = [statement]
     while pending:
         level = list(_parts_of(pending.pop()))
@@ -82,20 +84,20 @@ def levels(statement: Any) -> Iterator[Level]:
 
 
 def scoped_class(part: Any) -> type | None:
-    """The tenant's class that this part of a statement stands for, or belongs to."""
+    """The tenant-scoped class that this part of a statement is or belongs to."""
     entity = _entity(part)
     return entity.mapper.class_ if entity is not None and issubclass(entity.mapper.class_, TenantScoped) else None
 
 
 def raw_table(level: Level) -> str | None:
     """A tenant table that the level names without its mapped class."""
-    # A plain column is fine beside the class it belongs to: both mean the same place in FROM.
+    # A plain column beside its own class is fine: both refer to the same entry in FROM.
     mapped = {table for part in level if isinstance(part, FromClause) for table in _tables_of(part)}
     return next((name for part in level if (name := _raw_name(part, mapped))), None)
 
 
 def table_in(sql: str) -> str | None:
-    """A tenant table whose name occurs in a text: only a parser for each dialect could tell names from other words."""
+    """A tenant table whose name occurs in a text. Only a parser per dialect could tell table names from other words."""
     words = re.findall(r"\w+", sql)
     odd = (
         name
@@ -106,8 +108,8 @@ def table_in(sql: str) -> str | None:
 
 
 def unnamed_class(statement: Any) -> type | None:
-    """A tenant's class that a SELECT uses without naming it among its columns, FROM or joins. SQLAlchemy 2.0 puts it
-    into FROM, and the condition on the tenant does not reach it there; 2.1 sees to that.
+    """A tenant-scoped class that a SELECT uses without naming it among its columns, FROM or joins. SQLAlchemy 2.0 adds
+    it to FROM without the condition on the tenant; 2.1 adds the condition.
     """
     pending: list[tuple[Any, frozenset[Any]]] = [(statement, frozenset())]
     while not _CONDITIONS_REACH_ALL and pending:
@@ -127,7 +129,9 @@ _CONDITIONS_REACH_ALL = not __version__.startswith("2.0.")
 
 
 def unconditional(state: ORMExecuteState) -> str | None:
-    """What this statement is, if it names a tenant's class and yet the condition on the tenant would not hold in it."""
+    """Describe a statement that names a tenant-scoped class and would be executed without the condition on
+    the tenant.
+    """
     statement: Any = state.statement
     if isinstance(statement, FromStatement):
         return _unconditional_within(statement.element)
@@ -143,14 +147,14 @@ def unconditional(state: ORMExecuteState) -> str | None:
 
 
 def _unconditional_within(element: Any) -> str | None:
-    """The same, for what ``from_statement`` was given."""
+    """The same for the argument of ``from_statement``."""
     if isinstance(element, (TextClause, TextualSelect)):
         return "a text that selects"
     return "an INSERT, UPDATE or DELETE within from_statement that names" if element.is_dml else None
 
 
 def _parts_of(statement: Any) -> Iterator[Any]:
-    pending, seen = [statement], dict[int, Any]()  # holds them: some are made on demand, and ids are used again
+    pending, seen = [statement], dict[int, Any]()  # keeps temporary parts alive: ids may be reused
     while pending:
         part = pending.pop()
         if id(part) not in seen:
@@ -163,22 +167,22 @@ def _parts_of(statement: Any) -> Iterator[Any]:
 def _children(part: Any) -> Iterable[Any]:
     entity = _entity(part)
     if entity is not None:
-        # Only what `aliased(Model, subquery)` selects from was written by somebody.
+        # Of an alias, only the subquery in `aliased(Model, subquery)` is written by the user.
         return () if isinstance(entity.selectable, (Table, Alias, Join)) else (entity.selectable,)
     if isinstance(part, ColumnClause):
         return () if part.table is None or isinstance(part.table, Table) else (part.table,)
     if isinstance(part, (Select, FromStatement)):
-        # Their own get_children add the tables of the columns, where those of mapped columns look like any others.
+        # The overridden get_children add the tables of columns, and do not mark those of mapped columns.
         return HasTraverseInternals.get_children(part, omit_attrs=("_correlate", "_correlate_except"))
     children: Iterable[Any] = part.get_children()
     return children
 
 
 def _entity(part: Any) -> Any:
-    """The mapper or alias that this part came from, if it came from a mapped class."""
+    """The mapper or alias of this part, if it comes from a mapped class."""
     annotations = getattr(part, "_annotations", {})
     if isinstance(part, Join) and "parentmapper" not in annotations:
-        return None  # made by hand
+        return None  # a hand-written join
     entity = annotations.get("parententity") or annotations.get("parentmapper")
     if entity is None and "proxy_owner" in annotations:
         relationship = annotations["proxy_owner"].mapper.relationships.get(annotations["proxy_key"])
@@ -221,6 +225,6 @@ def _sets_tenant(state: ORMExecuteState) -> bool:
 
 
 def _is_joined(statement: Any) -> bool:
-    """Whether a tenant's class stands in an UPDATE or DELETE beside its target, which alone gets the condition."""
+    """Whether an UPDATE or DELETE names a tenant-scoped class beside its target. Only the target gets the condition."""
     entities = (_entity(part) for part in _parts_of(statement) if scoped_class(part))
     return any(entity.is_aliased_class or statement.table not in entity.mapper.tables for entity in entities)

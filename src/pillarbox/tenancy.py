@@ -1,10 +1,10 @@
 """A session belongs to one tenant.
 
-Models that inherit from `TenantScoped` carry a ``tenant_id``. A session that touches one of them has a tenant, which it
-keeps: the one that it was given, else the context's. Rows are stamped with it, and checked when they are flushed and
-loaded; it is a condition of every ORM statement. What cannot be given that condition (Core and text statements, raw
-connections, bulk writes) is refused on tenant tables unless marked. `row_level_security` is the second line, for
-PostgreSQL.
+Models that inherit from `TenantScoped` have a ``tenant_id``. A session that touches one of them gets a tenant, which it
+keeps: the given one, or else the context's. The tenant is stored in new rows, checked at flush and load, and added as a
+condition to every ORM statement. Statements that cannot have that condition (Core and text statements, raw connections,
+bulk writes) are refused on tenant tables unless marked. On PostgreSQL, `row_level_security` is a second line of
+defence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .scope import TenantScoped, levels, raw_table, scoped_class, scoped_tables,
 __all__ = ["SETTING", "UNSCOPED", "Tenancy", "TenantScoped", "check_role", "row_level_security", "session_tenant"]
 
 UNSCOPED = "pillarbox_unscoped"
-"""Execution option that marks a statement or connection as meant to see all tenants; in ``session.info``: all of it."""
+"""Execution option that lets a statement or connection see all tenants; in ``session.info``, the whole session."""
 
 SETTING = "pillarbox.tenant"
 """The PostgreSQL setting that row level security reads."""
@@ -44,17 +44,17 @@ _ANNOUNCED = "pillarbox_announced"
 
 
 class Tenancy:
-    """The rules of one box about tenants."""
+    """The tenant rules of one box."""
 
     def __init__(self, mode: Literal["off", "required"] = "off", *, row_security: bool = False) -> None:
         if mode not in ("off", "required"):
             raise ConfigurationError(f"tenancy is 'off' or 'required', got {mode!r}")
         self.required = mode == "required"
-        """Whether every session needs a tenant, and not only one that touches tenant models."""
+        """Whether every session needs a tenant, also one that touches no tenant models."""
         self._row_security = row_security
 
     def assign(self, session: Session, tenant: str | None) -> None:
-        """Give the session its tenant. It keeps it for life."""
+        """Give the session its tenant, which cannot change afterwards."""
         own = session_tenant(session)
         if tenant is None or tenant == own:
             return
@@ -65,11 +65,11 @@ class Tenancy:
             self._check_announced(session, tenant)
 
     def of(self, session: Session) -> str | None:
-        """The tenant of a session: the one it has, else the context's."""
+        """The tenant of a session, or else the context's."""
         return session_tenant(session) or current_context().tenant
 
     def tenant_of(self, session: Session, given: str | None, event_name: str) -> str | None:
-        """The tenant that an event is written for."""
+        """The tenant of an event."""
         tenant = given or self.of(session)
         if (self.required or session_tenant(session) is not None) and not session.info.get(UNSCOPED):
             self.assign(session, tenant)
@@ -78,29 +78,31 @@ class Tenancy:
         return tenant
 
     def connection_of(self, session: Session) -> Connection:
-        """The connection of the session's transaction, for our own statements."""
+        """The connection of the session's transaction, for Pillarbox's own statements."""
         return Session.connection(session)
 
     def check_raw_connection(self, session: Session, options: Mapping[str, Any] | None) -> None:
-        """Somebody wants the connection itself. What is executed on it is checked then; see `_on_begin`."""
+        """Called when code requests the raw connection. Its statements are checked when they are executed; see
+        `_on_begin`.
+        """
         if self.required and not _is_unscoped(session, options or {}):
             self._claim(session, "a connection of this box")
 
     def check_get(self, session: Session, model: Any) -> None:
-        """Somebody asks for an object by its id. It may be here already, and then no statement is executed for it."""
+        """Called when an object is requested by id: if the session has it already, no statement is executed."""
         found: type = inspect(model).class_
         if issubclass(found, TenantScoped) and not session.info.get(UNSCOPED):
             self._claim(session, found.__name__)
 
     def listen(self, session_class: type[Session]) -> None:
-        """Watch the sessions of this class."""
+        """Register the listeners for the sessions of this class."""
         event.listen(session_class, "after_begin", self._on_begin)
         event.listen(session_class, "do_orm_execute", self._on_execute)
         event.listen(session_class, "before_attach", self._before_attach)
         event.listen(session_class, "before_flush", self._before_flush)
 
     def _claim(self, session: Session, what: str) -> str:
-        """The session is about to touch what belongs to tenants: from now on it has one itself."""
+        """Give the session a tenant before it touches tenant rows."""
         tenant = tenant_for(session, what)
         self.assign(session, tenant)
         return tenant
@@ -124,7 +126,7 @@ class Tenancy:
     def _check_announced(self, session: Session, tenant: str) -> None:
         self.connection_of(session)
         if session.info[_ANNOUNCED] != tenant:
-            # To say it now would not do: the setting would go with the next savepoint that rolls back.
+            # Setting it now is not enough: a savepoint that rolls back would undo it.
             del session.info[_TENANT]
             raise TenancyError(
                 f"this transaction began without the tenant {tenant!r}, and row level security needs it then"
@@ -137,18 +139,18 @@ class Tenancy:
             state.update_execution_options(**{UNSCOPED: True})  # also for what it loads
             return
         if state.is_column_load:
-            return  # of an object that is here already: `_check_owner` sees it
+            return  # of an object that is loaded already: `_check_owner` checks it
         if self.required:
             self._claim(state.session, "this box")
         if scoped_tables:
             self._restrict(state)
 
     def _restrict(self, state: ORMExecuteState) -> None:
-        """Give the statement the condition on the tenant, or refuse it."""
+        """Add the condition on the tenant to the statement, or refuse the statement."""
         scoped: type | None = None
         for level in levels(state.statement):
             scoped = scoped or next(filter(None, map(scoped_class, level)), None)
-            if not state.is_relationship_load:  # the ORM makes these from mapped classes alone
+            if not state.is_relationship_load:  # the ORM builds these from mapped classes only
                 _refuse(raw_table(level), "a Core or text statement, or a join made by hand, on")
         if unnamed := unnamed_class(state.statement):
             _refuse(unnamed.__name__, "on SQLAlchemy 2.0 a SELECT that names only in its conditions")
@@ -156,7 +158,7 @@ class Tenancy:
         if scoped and (kind := unconditional(state)):
             _refuse(scoped.__name__, kind)
         if state.is_select or state.is_update or state.is_delete:
-            # Always: relationships that are joined in do not show in the statement.
+            # For every statement: joined relationships do not show in it.
             state.statement = state.statement.options(_condition(tenant))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Tenancy:
         tenant = self._claim(session, type(instance).__name__)
         if inspect(instance).pending and instance.tenant_id is None:
             instance.tenant_id = tenant
-        # Loads the old value if it is not here: a row that nobody has looked at may be anybody's.
+        # Loads the old value if necessary: a row that was never read may belong to another tenant.
         for owner in get_history(instance, "tenant_id").sum():
             if owner is not None and owner != tenant:
                 raise _foreign(instance, owner, tenant)
@@ -192,13 +194,13 @@ _MISSING = "{} needs a tenant, and this session has none: say unit_of_work(tenan
 
 
 def session_tenant(session: Session) -> str | None:
-    """The tenant that the session has."""
+    """The tenant of the session, if it has one."""
     tenant: str | None = session.info.get(_TENANT)
     return tenant
 
 
 def tenant_for(session: Session, what: str) -> str:
-    """The tenant for which the session touches ``what``: its own, which must not be other than the context's."""
+    """The tenant for which the session touches ``what``: its own, which must not contradict the context's."""
     own, around = session_tenant(session), current_context().tenant
     tenant = own or around
     if tenant is None:
@@ -209,7 +211,7 @@ def tenant_for(session: Session, what: str) -> str:
 
 
 def check_role(connection: Connection) -> None:
-    """Row level security does not hold for superusers and roles that bypass it: refuse to rely on it there."""
+    """Refuse superusers and roles with BYPASSRLS: row level security does not apply to them."""
     if connection.dialect.name != "postgresql":
         raise ConfigurationError(f"row level security needs PostgreSQL, and this is {connection.dialect.name}")
     asked = text("SELECT rolname, rolsuper OR rolbypassrls AS free FROM pg_roles WHERE rolname = current_user")
@@ -221,9 +223,9 @@ def check_role(connection: Connection) -> None:
 
 
 def row_level_security(metadata: MetaData) -> list[str]:
-    """The statements that protect every tenant table of this metadata on PostgreSQL, also against its owner."""
+    """The statements that protect every tenant table of this metadata on PostgreSQL, also from its owner."""
     statements = []
-    # Once it was set in a connection, PostgreSQL remembers an unset setting as ''.
+    # Once a connection has had the setting, PostgreSQL reads an unset one as ''.
     rule = f"tenant_id = nullif(current_setting('{SETTING}', true), '')"
     for table in metadata.sorted_tables:
         if table in scoped_tables and "tenant_id" in table.c:
@@ -263,7 +265,7 @@ def _foreign(instance: object, owner: str | None, tenant: str | None) -> Tenancy
 @event.listens_for(TenantScoped, "load", propagate=True)
 @event.listens_for(TenantScoped, "refresh", propagate=True)
 def _check_owner(instance: TenantScoped, context: QueryContext | None, _attributes: object = None) -> None:
-    """What comes in around the condition (by merge, by the refresh of a row that was moved) is refused here."""
+    """Refuse rows that bypass the condition: a merge, or the refresh of a row whose tenant has changed."""
     session = object_session(instance)
     if session is None or _is_unscoped(session, context.execution_options if context else {}):
         return
@@ -284,7 +286,7 @@ _sessions_on: WeakKeyDictionary[Connection, WeakSet[Session]] = WeakKeyDictionar
 
 
 def _watch(connection: Connection, session: Session) -> None:
-    """A connection has one session, or many one after the other or side by side if somebody gave it to them."""
+    """Check the statements of a connection. It may serve several sessions, one after the other or at the same time."""
     if connection not in _sessions_on:
         sessions = _sessions_on[connection] = WeakSet()
         event.listen(connection, "before_cursor_execute", _refuse_strangers(sessions))
@@ -292,7 +294,7 @@ def _watch(connection: Connection, session: Session) -> None:
 
 
 def _refuse_strangers(sessions: WeakSet[Session]) -> Callable[..., None]:
-    """Listener for a connection. What its sessions execute themselves was checked; all else was not."""
+    """A listener for a connection. Statements of its sessions were checked already; all others are checked here."""
 
     def before_cursor_execute(_conn: Any, _cursor: Any, sql: str, _values: Any, context: Any, _many: bool) -> None:
         if any(getattr(session, "busy", False) for session in sessions):

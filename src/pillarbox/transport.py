@@ -1,9 +1,8 @@
-"""The transport ports: how messages leave, how they come in, and what a destination can carry.
+"""The transport ports: how messages leave and arrive, and what a destination can carry.
 
-A route names a transport; the limits of the transport are checked when a delivery is written, so that no message is
-ever found to be too large by the relay. What becomes of a message has three answers, and a transport must not mix them
-up: *rejected* is the message's own fault, *unavailable* the destination's, and *unknown* is neither success nor
-failure.
+A route names a transport. The limits of the transport are checked when a delivery is written, so no relay ever finds a
+message that is too large. A message has one of three answers, which a transport must not confuse: *rejected* is the
+message's own fault, *unavailable* is the destination's, and *unknown* is neither success nor failure.
 """
 
 from __future__ import annotations
@@ -18,133 +17,135 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """A delivery on its way: final bytes, and everything that a broker is told about them."""
+    """A delivery in flight: final bytes, and everything that a broker is told about them."""
 
     topic: str
     key: str
     body: bytes
     headers: Mapping[str, str]
     number: int = 0
-    """Where it stands in the order of its lane, for transports that deduplicate by it. Rises, with gaps."""
+    """Its number in the order of its lane, for transports that deduplicate. Rises, with gaps."""
     place: str = ""
-    """The partition of the topic that it goes to, where a topic has partitions that are numbered by themselves."""
+    """The partition for it, on topics whose partitions are numbered separately."""
     attempts: int = 0
-    """How often its destination has rejected it before."""
+    """How often its destination has rejected it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport promises and what it can carry."""
+    """Guarantees and limits of a transport."""
 
     max_body_bytes: int = 1_048_576
-    """The largest body that it accepts."""
+    """Size of the largest accepted body."""
 
     max_header_bytes: int = 65_536
-    """The most that all headers together, names and values, may take."""
+    """Largest size of all headers together, names and values."""
 
     max_messages: int = 1_000
-    """The most messages in one request."""
+    """Most messages in one request."""
 
     timeout: float | None = 10.0
-    """Seconds after which a request without an answer is given up; None: it may take as long as the lease lasts."""
+    """Seconds until a request without an answer is given up; None: when the lease ends."""
 
     numbered: bool = False
-    """It deduplicates by producer name and number: one copy on the topic, whatever happens."""
+    """It deduplicates by producer name and number: a topic has one copy of each message."""
 
     grouped: bool = False
-    """Messages of one topic and key are best sent together: the lane brings them in groups."""
+    """Messages of one topic and key are best sent together, so the lane groups them."""
 
     opens: bool = False
-    """Topics are opened before each batch, so that one that cannot be holds up no other. If it is numbered, always."""
+    """Topics are opened before each batch, so that one that cannot be opened holds up no other. Implied by
+    ``numbered``.
+    """
 
     forgets_after: float | None = None
-    """Seconds after which it forgets the numbers of a producer that is away, if it does."""
+    """Seconds until it forgets the numbers of an absent producer; None: never."""
 
 
 class Verdict(Enum):
     """Why a request was not finished."""
 
     UNAVAILABLE = "unavailable"
-    """The destination could not take it: nothing about the messages is wrong."""
+    """The destination cannot accept messages now. The messages are not at fault."""
     UNKNOWN = "unknown"
-    """No answer came: what was not acknowledged may or may not have arrived."""
+    """No answer arrived. An unacknowledged message may or may not be stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A message that the destination refuses, whatever we do; or now."""
+    """A message that the destination refuses, however often it is sent, or refuses now."""
 
     index: int
     reason: str
     retry_after: float | None = None
-    """Seconds after which it may be offered again, and its key waits. Then nothing is wrong with it: no attempt is
-    counted, and nothing is held against the destination.
+    """Seconds until it may be sent again; its key waits. It is not at fault: no attempt is counted, and the rejection
+    is no evidence against the destination.
     """
     final: bool = False
-    """No attempt will ever succeed: the delivery fails at once. Nothing is held against the destination."""
+    """No attempt will ever succeed: the delivery fails at once. No evidence against the destination."""
     alone: bool = False
-    """An attempt is counted, however many others are rejected: nothing is held against the destination."""
+    """An attempt is counted, however many others are rejected: no evidence against the destination."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request. Per key a prefix is accepted, at most one message is rejected, the rest not tried."""
+    """Result of a request. Per key a prefix is accepted, at most one message is rejected, and the rest is not tried."""
 
     accepted: Collection[int]
-    """Indexes of the messages that the destination has stored, by its own word."""
+    """Indexes of messages that the destination has confirmed as stored."""
     rejected: Sequence[Rejection] = ()
     duplicates: Collection[int] = ()
-    """Of the accepted ones, those that the destination had already stored under their number."""
+    """Accepted messages that the destination had already stored under their numbers."""
     unfinished: Verdict | None = None
-    """Why the others were not tried or not answered; None if only rejections kept them back."""
+    """Why the other messages were not tried or not answered; None if only rejections stopped them."""
     reason: str = ""
-    """What the destination or the network said."""
+    """Text of the destination or the network."""
 
 
 class Publisher(Protocol):
-    """A destination that messages are sent to. Routes refer to it by the name under which it is given to the box.
+    """A destination for messages. Routes refer to it by its name in the box.
 
-    A producer is the voice of one lane, by a name that is the lane's alone; a transport may share connections among
-    them as it likes.
+    A producer sends for one lane, under a name that no other lane uses. A transport may share connections among
+    producers.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """Fixed for the life of the transport; known without a connection."""
+        """Guarantees and limits. Constant, and known without a connection."""
         ...
 
     def preflight(self, message: Message) -> str | None:
-        """Why the destination would surely reject this message, as far as can be told without asking it; None if it
-        may go.
+        """Why the destination would certainly reject this message, as far as that is known without a request; None if
+        it may be sent.
         """
         ...
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:
-        """Make ready to send: open what is not open, or is lost. Numbered transports say the highest number that each
-        topic was ever given under this producer's name (-1: none), which is not yet a promise that it is stored. The
-        others answer nothing, and open what they need when they send; a relay calls it if they say `opens`.
+        """Open the topics that are not open or were lost. Numbered transports return the highest number that each topic
+        has received under this producer's name (-1: none), which may not be stored yet. Other transports return an
+        empty mapping and may open topics when they send; a relay calls this method if they set ``opens``.
 
-        A relay calls it before each batch, so what is open costs nothing. What has left a request unanswered is not
-        open any more. An `OSError` or `TimeoutError` means unavailable; `TopicsRefusedError`, that these topics are,
-        and that the others can be opened.
+        A relay calls it before each batch, so open topics must cost nothing. A topic that has left a request unanswered
+        is no longer open. `OSError` and `TimeoutError` mean unavailable. `TopicsRefusedError` means that only the named
+        topics are unavailable.
         """
         ...
 
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
-        """Send messages, in this order per key, and wait for the answers. Never called twice at once for a producer.
+        """Send messages, in order per key, and wait for the answers. Called once at a time for each producer.
 
-        Nothing of a key is accepted behind a message of that key that was not. If the transport is numbered, nothing of
-        a topic is stored behind one that was not: whoever takes over knows nothing but the highest number, and takes
-        all below it for stored. Being cancelled means unknown.
+        If a message of a key is not accepted, no later one of that key may be. On a numbered transport, if a message of
+        a topic is not stored, no later one of that topic may be: a successor knows only the highest number and assumes
+        that everything below it is stored. A cancelled request counts as unknown.
 
-        An `OSError` means unavailable, a `TimeoutError` unknown. Any other error, and an answer that contradicts
-        itself, is a bug: the messages are sent again one by one, and the one that brings it about is rejected. So is
-        one that never gets an answer, while others do.
+        `OSError` means unavailable, `TimeoutError` unknown. Any other error, or an answer that contradicts itself, is a
+        bug: the messages are sent again one by one, and the one that triggers the bug is rejected. So is a message that
+        never gets an answer while others do.
         """
         ...
 
     async def close(self, producer: str | None = None) -> None:
-        """Let go of one producer, or of everything. Twice is fine."""
+        """Close one producer, or all of them. May be called twice."""
         ...
 
 
@@ -152,7 +153,7 @@ Transport = Publisher
 
 
 class TopicsRefusedError(OSError):
-    """Some topics cannot be opened now, by no fault of their messages, while others can."""
+    """Some topics cannot be opened now, through no fault of their messages, while others can."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("; ".join(reasons.values()))
@@ -161,96 +162,98 @@ class TopicsRefusedError(OSError):
 
 @runtime_checkable
 class Partitioned(Protocol):
-    """A publisher whose topics have partitions that are numbered by themselves: `Publisher.open` then says the highest
-    number of each of them, by its place.
+    """A publisher whose topics have partitions that are numbered separately: `Publisher.open` then returns the highest
+    number of each partition, by place.
     """
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has that was opened; 0 if it is not partitioned. The lane announces it with the
-        batch: a successor, who may find more of them, sends each message to the same place.
+        """Number of partitions of an open topic; 0 if it is not partitioned. The lane announces it with the batch, so
+        that a successor sends each message to the same place even if partitions were added.
         """
         ...
 
     def place(self, topic: str, key: str, partitions: int) -> str:
-        """Where a key belongs, if the topic has so many."""
+        """The place of a key, for this number of partitions."""
         ...
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A message that came in, and how the subscription knows it."""
+    """A received message, and the subscription's handle for it."""
 
     message: Message
     attempt: int = 1
-    """How often it was delivered to the group, as far as the broker counts: a hint, and no more. Pulsar 4.0 does not
-    count deliveries to a member that died, so 1 does not say that it comes for the first time.
+    """Number of deliveries to the group, as far as the broker counts them. Only a hint: Pulsar 4.0 does not count
+    deliveries to a member that died, so 1 does not mean a first delivery.
     """
     handle: Any = None
 
 
 class Subscription(Protocol):
-    """A stream of messages. A message that is not acknowledged is delivered again after `close`, or after `deadline`;
-    there is no way to refuse one: on most brokers the next message of its key would pass it.
+    """A stream of messages. A message that is not acknowledged is redelivered after `close` or ``deadline``. There is
+    no nack: on most brokers, the next message of the key would overtake the refused one.
     """
 
     async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:
-        """At least one message and at most ``limit``, in order per key; none behind the one by which the bodies reach
-        ``max_bytes``. Waits; may be cancelled without loss.
+        """Wait for at least one message, and return at most ``limit``, in order per key. Stops at the message by which
+        the bodies reach ``max_bytes``. Cancellation loses no message.
         """
         ...
 
     async def ack(self, received: Sequence[Received]) -> None:
-        """These are dealt with. Twice is fine. An `OSError` says that the subscription is lost: they come again."""
+        """Acknowledge processed messages. May be called twice. `OSError` means that the subscription is lost and the
+        messages are redelivered.
+        """
         ...
 
     async def extend(self, received: Sequence[Received]) -> None:
-        """These are still being dealt with: their deadline begins anew. What is not held any more is left alone."""
+        """Restart the deadline of messages in progress. Messages that are not held any more are ignored."""
         ...
 
     @property
     def deadline(self) -> float | None:
-        """Seconds after which what is neither acknowledged nor extended goes to others; None if it stays here as long
-        as we do.
+        """Seconds after which a message that is neither acknowledged nor extended goes to another member; None: never,
+        while the subscription is open.
         """
         ...
 
     def backlog(self) -> int | None:
-        """How many messages the group has not acknowledged, if that is known without asking anybody."""
+        """Number of messages that the group has not acknowledged, if known without a request."""
         ...
 
     async def close(self) -> None:
-        """Stop. What was received and not acknowledged goes to others. Twice is fine."""
+        """Stop. Unacknowledged messages go to other members. May be called twice."""
         ...
 
 
 class Subscriber(Protocol):
-    """A source that messages are received from."""
+    """A source of messages."""
 
     async def subscribe(self, topics: Sequence[str], group: str) -> Subscription:
-        """Join a group: each message goes to one member of each group. A group keeps its place between lives. A
-        subscription that is cancelled while it is made leaves no member behind.
+        """Join a group: each message goes to one member of each group. The broker keeps a group's position between
+        subscriptions. A cancelled call leaves no member behind.
         """
         ...
 
 
 @runtime_checkable
 class TakesTemplates(Protocol):
-    """A subscriber whose topics may be templates, as routes have them: ``orders-{tenant}`` stands for all topics that
-    look like it. The first messages of a topic that is made later are received within five seconds.
+    """A subscriber that accepts topic templates, as routes do: ``orders-{tenant}`` stands for all topics that match.
+    The first messages of a topic that is created later arrive within five seconds.
     """
 
     def check_topics(self, topics: Sequence[str]) -> None:
-        """Refuse topics that it cannot serve, when a consumer is declared: a `ConfigurationError` says what to do.
-        Nothing is opened.
+        """Raise a `ConfigurationError`, with advice, for topics that it cannot serve. Called when a consumer is
+        declared; opens nothing.
         """
         ...
 
 
 @runtime_checkable
 class Redelivers(Protocol):
-    """A subscriber that knows how long its broker keeps what was not acknowledged."""
+    """A subscriber that knows how long its broker keeps unacknowledged messages."""
 
     async def redelivery(self, topics: Sequence[str]) -> float | None:
-        """The longest of these topics, in seconds; infinite without a limit, None if it is not known."""
+        """The longest retention of these topics in seconds; infinite without a limit, None if unknown."""
         ...
 
 
@@ -258,33 +261,35 @@ class History(Protocol):
     """The messages that a broker has kept, for one reader."""
 
     def pages(self) -> AsyncGenerator[Sequence[Message], None]:
-        """Those that earlier calls did not bring, up to the positions that their topics have when it is called. In
-        order per key.
+        """Messages that earlier calls did not return, up to the end of the topics at the time of the call. In order per
+        key.
         """
         ...
 
     async def aclose(self) -> None:
-        """Stop reading. Twice is fine."""
+        """Stop reading. May be called twice."""
         ...
 
 
 @runtime_checkable
 class Rereads(Protocol):
-    """A subscriber whose broker lets messages be read without a group, however often."""
+    """A subscriber whose broker lets messages be read without a group, repeatedly."""
 
     async def reread(self, topics: Sequence[str]) -> History:
-        """Read these topics from their first message on. Nothing of that is left at the broker, even if the process
-        dies. A `ConnectionError` says why the broker does not let us in.
+        """Read these topics from their first message on. Leaves nothing at the broker, even if the process dies. Raises
+        `ConnectionError` with the reason if the broker refuses access.
         """
         ...
 
 
 @runtime_checkable
 class Unsubscribes(Protocol):
-    """A subscriber that can remove a group from its broker, which keeps messages for it as long as it is there."""
+    """A subscriber that can remove a group from its broker. The broker keeps messages for a group until it is
+    removed.
+    """
 
     async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
-        """Remove the group from these topics. One that is not there is fine. An `OSError` says why it is left: the
+        """Remove the group from these topics. A missing group is fine. Raises `OSError` if the group remains: the
         broker is unavailable, or the group has a member.
         """
         ...
@@ -292,25 +297,25 @@ class Unsubscribes(Protocol):
 
 @runtime_checkable
 class Respells(Protocol):
-    """A subscriber whose broker knows a topic by several names."""
+    """A subscriber whose broker accepts several names for a topic."""
 
     def spellings(self, topic: str) -> Sequence[str]:
-        """All names of this topic, or all templates that say the same as this one."""
+        """All names of this topic, or all templates that are equivalent to this one."""
         ...
 
 
 def spellings_of(topics: Sequence[str], subscriber: object) -> Sequence[str]:
-    """All names of these topics, as far as the subscriber knows others."""
+    """All names of these topics, if the subscriber knows others, or else the topics themselves."""
     if not isinstance(subscriber, Respells):
         return topics
     return [name for topic in topics for name in subscriber.spellings(topic)]
 
 
 def contradiction(messages: Sequence[Message], outcome: Any, *, numbered: bool = False) -> str | None:
-    """What is wrong with an answer, so that nothing of it may be believed.
+    """Why an answer is invalid and none of it may be believed; None if it is valid.
 
-    What a numbered destination has stored behind something that it did not is believed: else the next who asks how far
-    it has come would take both for stored.
+    From a numbered destination, an accepted message behind one that was not accepted is valid: the next query of its
+    last number would count both as stored.
     """
     if (wrong := _mistyped(outcome)) is not None:
         return wrong
