@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 MAX_CHARACTERS = 500
@@ -31,3 +32,21 @@ def redacted(text: str) -> str:
         line = pattern.sub(mask, line)
     printable = "".join(character if character.isprintable() else "?" for character in line)
     return printable if len(printable) <= MAX_CHARACTERS else printable[: MAX_CHARACTERS - 1] + "…"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be read"
+
+
+def described(error: BaseException) -> str:
+    """Type and text of an error, without secrets. A group of one error is described by that one."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        return described(error.exceptions[0])
+    text = text_of(error)
+    if not text and isinstance(error, asyncio.CancelledError):
+        text = "what it waited for was cancelled"
+    return redacted(f"{type(error).__name__}: {text}" if text else type(error).__name__)

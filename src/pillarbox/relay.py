@@ -41,9 +41,9 @@ from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
 from .lane import LaneWorker
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, Trouble, shard_of
-from .redaction import redacted
+from .redaction import described, redacted
 from .rejections import Rejections
-from .report import STUMBLED, TIMES_IN_A_ROW, Counts, described, traceback_of
+from .report import STUMBLED, TIMES_IN_A_ROW, Counts, traceback_of
 from .sending import Acknowledged
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher

@@ -6,7 +6,6 @@ cost nothing without a listener.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import traceback
 from bisect import bisect_left
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 from . import clock, telemetry
 from .outbox import Lane, NewRows, Row
-from .redaction import redacted
+from .redaction import described, redacted
 from .telemetry import Activity, Signals, trace_id
 from .transport import Message, Outcome, Verdict
 
@@ -237,17 +236,6 @@ class Report:
             attempts=attempts,
             reason=reason,
         )
-
-
-def described(error: BaseException) -> str:
-    """Type and text of an error, without secrets. Handles errors whose text is empty or raises."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its text cannot be read"
-    if not text and isinstance(error, asyncio.CancelledError):
-        text = "what the transport waited for was cancelled"
-    return redacted(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .context import TRACEPARENT, EventContext
-from .redaction import redacted
+from .redaction import described
 
 logger = logging.getLogger("pillarbox")
 
@@ -506,7 +506,7 @@ class JsonFormatter(logging.Formatter):
         line |= {name: getattr(record, name) for name in ("event", *_FIELDS) if hasattr(record, name)}
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            line["error"] = redacted(f"{type(error).__name__}: {error}")
+            line["error"] = described(error)
             line["traceback"] = "".join(traceback.format_tb(error.__traceback__))
         return json.dumps(line, default=str)
 

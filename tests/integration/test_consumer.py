@@ -687,6 +687,77 @@ async def test_h87_an_unknown_error_is_a_dead_letter_only_after_its_attempts(box
     assert "KeyError" in letter.reason
 
 
+class UnspeakableError(Exception):
+    """An error with a bug of its own."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class UnspeakableReject(Reject):
+    """A decision with a bug of its own."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Panic(BaseException):
+    """As extensions in other languages raise."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit(2), "SystemExit: 2"),
+        (GeneratorExit(), "GeneratorExit"),
+        (asyncio.CancelledError(), "CancelledError: what it waited for was cancelled"),
+        (BaseExceptionGroup("two", [Panic("one"), KeyError("other")]), "BaseExceptionGroup: two (2 sub-exceptions)"),
+        (ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("a bug")]), "KeyError: 'a bug'"),
+        (Panic("in another language"), "Panic: in another language"),
+        (UnspeakableError(), "UnspeakableError: its text cannot be read"),
+        (UnspeakableReject("no"), "its text cannot be read"),
+    ],
+    ids=lambda it: type(it).__name__ if isinstance(it, BaseException) else "",
+)
+@pytest.mark.parametrize("source", ["broker", "outbox"])
+@pytest.mark.parametrize("shape", ["async", "plain"])
+async def test_whatever_a_handler_raises_is_an_error_of_its_message(
+    box: Pillarbox, error: BaseException, said: str, source: str, shape: str
+) -> None:
+    """A handler that calls sys.exit() would else end each process that gets its message."""
+    where: dict[str, Any] = {"source": "outbox"} if source == "outbox" else {"source": "broker", "topics": [TOPIC]}
+    consumer = box.consumer("answers", **where, retry=RetryPolicy(base=0.001, cap=0.01, attempts=2))
+
+    @consumer.on(Asked)
+    async def write(event: Asked, uow: UnitOfWork) -> None:
+        uow.add(Effect(event_id=event.event_id, subject=event.subject, number=event.number))
+        if shape == "async" and event.number == 2:
+            raise error
+
+    @consumer.on(Asked)
+    def plain(event: Asked) -> None:
+        if shape == "plain" and event.number == 2:
+            raise error
+
+    await ask(box, ("a", 2), ("b", 1))
+    async with asyncio.timeout(20):
+        while not (failed := await reasons(box)):
+            await consumer.drain()
+    if shape == "plain" and isinstance(error, GeneratorExit):
+        said = "RuntimeError: the handler raised GeneratorExit"  # the event loop would take it for its own
+    assert failed == [said]
+    await ask(box, ("c", 1))
+    await consumer.drain()
+    assert await effects(box) == [("b", 1), ("c", 1)]
+
+
+async def reasons(box: Pillarbox) -> list[str]:
+    """Why deliveries have failed for good."""
+    async with box.engine.connect() as connection:
+        found = await connection.execute(text("SELECT last_error FROM outbox_events WHERE status = 'FAILED'"))
+        return [*found.scalars()]
+
+
 @pytest.mark.parametrize("raised", ["ValueError", "KeyError", "Poison", "Reject"])
 @pytest.mark.parametrize("batch", [1, 50])
 async def test_h87_what_fails_while_it_is_built_is_a_dead_letter_as_if_a_handler_had_failed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pillarbox.redaction import MAX_CHARACTERS, redacted
+from pillarbox.redaction import MAX_CHARACTERS, described, redacted
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVPmB92K27uhbUJU1p1r"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ\n-----END PRIVATE KEY-----"
@@ -74,3 +74,14 @@ def test_a_secret_that_is_cut_off_is_no_secret_less() -> None:
 def test_redacting_twice_changes_nothing() -> None:
     once = redacted(f"password=swordfish {JWT} amqp://a:b@c")
     assert redacted(once) == once
+
+
+def test_what_an_error_says_may_raise_an_error_or_be_nothing_and_a_group_of_one_says_what_that_one_says() -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert described(UnspeakableError()) == "UnspeakableError: its text cannot be read"
+    assert described(TimeoutError()) == "TimeoutError"
+    assert described(ExceptionGroup("of tasks", [KeyError("a")])) == "KeyError: 'a'"
+    assert described(ExceptionGroup("of tasks", [KeyError("a"), KeyError("b")])).startswith("ExceptionGroup: of tasks")

@@ -32,7 +32,7 @@ def report() -> Report:
         (ValueError("password=swordfish"), "ValueError: password=***"),
         (UnspeakableError(), "UnspeakableError: its text cannot be read"),
         (MemoryError(), "MemoryError"),
-        (asyncio.CancelledError(), "CancelledError: what the transport waited for was cancelled"),
+        (asyncio.CancelledError(), "CancelledError: what it waited for was cancelled"),
         ("its Outcome names a message twice", "its Outcome names a message twice"),
     ],
 )

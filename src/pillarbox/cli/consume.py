@@ -16,6 +16,7 @@ import click
 from ..app import Pillarbox
 from ..consumers.consumer import Consumer
 from ..errors import PillarboxError
+from ..redaction import text_of
 from .arguments import options
 from .consumers import TWICE, too_short
 from .database import load_settings, run
@@ -143,7 +144,7 @@ class Crew:
 def _death(name: str, error: BaseException | None) -> str:
     if error is None:
         return f"consumer {name} has died: it has ended by itself"
-    said = f"consumer {name} has died: {type(error).__name__}: {' '.join(str(error).split())}"
+    said = f"consumer {name} has died: {type(error).__name__}: {' '.join(text_of(error).split())}"
     if isinstance(error, PillarboxError):
         return said
     return "\n".join([said, *(f"  {line}" for line in "".join(traceback.format_exception(error)).splitlines())])

@@ -19,7 +19,7 @@ import click
 
 from ..app import Pillarbox
 from ..errors import MissingExtraError
-from ..redaction import redacted
+from ..redaction import described
 from ..settings import Settings
 from ..stores.schema import check_schema
 from .database import reached
@@ -219,7 +219,7 @@ async def answering(worker: Worker, metrics: Render, host: str, port: int) -> As
         try:
             status, kind, body = await _answer(worker, metrics, path.decode("latin-1"), accept)
         except Exception as error:  # a format that nobody has, or a collector of yours
-            logger.warning("GET %s failed: %s", path.decode("latin-1"), redacted(f"{type(error).__name__}: {error}"))
+            logger.warning("GET %s failed: %s", path.decode("latin-1"), described(error))
             status, kind, body = "500 Internal Server Error", "text/plain", b""
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)

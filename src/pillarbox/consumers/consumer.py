@@ -27,7 +27,7 @@ from ..codec import parse_moment
 from ..errors import ConfigurationError
 from ..inbox import Inbox, consumer_id
 from ..outbox import LOCAL, FailurePolicy, stable_hash
-from ..redaction import redacted
+from ..redaction import described
 from ..retry import RetryPolicy
 from ..route import OnFailure
 from ..stores import inbox as stored
@@ -410,7 +410,7 @@ class Consumer:
                 if classify(error) not in borne:
                     raise
                 attempt += 1
-                self._report.outage(NO_DATABASE, redacted(f"{type(error).__name__}: {error}"))
+                self._report.outage(NO_DATABASE, described(error))
                 await asyncio.sleep(min(self.terms.retry.delay(attempt), REGISTER_CAP))
             else:
                 self._report.outage(NO_DATABASE, None)
@@ -459,7 +459,7 @@ class Consumer:
                 if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
                     break
         except Exception as error:
-            self._report.outage(NO_HOUSEKEEPING, redacted(f"{type(error).__name__}: {error}"))
+            self._report.outage(NO_HOUSEKEEPING, described(error))
         else:
             self._report.outage(NO_HOUSEKEEPING, None)
 

@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from ..context import caused_by
 from ..errors import ConfigurationError, UnregisteredEventError
 from ..event import EventType, registry
+from ..redaction import described
 from ..transport import Message
 from ..unit_of_work import UnitOfWork
 from .threads import Threads
@@ -80,7 +81,7 @@ class EventsFailedError(Exception):
     """Some events of several failed by themselves, and nothing was written: the others may go on without these."""
 
     def __init__(self, errors: Mapping[int, Exception]) -> None:
-        super().__init__("; ".join(f"{type(error).__name__}: {error}" for error in errors.values()))
+        super().__init__("; ".join(map(described, errors.values())))
         self.errors = errors
         """By the places of the events."""
 

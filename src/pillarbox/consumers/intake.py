@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from .. import clock
-from ..redaction import redacted
+from ..redaction import described
 from ..retry import RetryPolicy
 from ..transport import Received, Subscriber, Subscription
 from .failure import Failure, classify
@@ -184,7 +184,7 @@ class SubscriptionIntake:
                     await self._serve(subscription)
                 except OSError as error:
                     attempt += 1
-                    self._report.outage(NO_SOURCE, redacted(f"{type(error).__name__}: {error}"))
+                    self._report.outage(NO_SOURCE, described(error))
                     await self._pause(self._retry.delay(attempt))
         finally:
             self._stopping = False
@@ -504,7 +504,7 @@ class SubscriptionIntake:
                     else:
                         left.add(await self._spill_together([one]))
                 return left
-            reason = redacted(f"{type(error).__name__}: {error}")
+            reason = described(error)
             self._report.not_spilled(len(spilled), reason)
             return self._rest([work for work, _ in spilled], AWAY_CAP)
         self._processor.spilled([work for work, each in spilled if each.failure is None and work.message.key])

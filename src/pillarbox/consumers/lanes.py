@@ -16,7 +16,7 @@ from typing import Any, cast
 from .. import clock
 from ..inbox import digest_of
 from ..outbox import Key
-from ..redaction import redacted
+from ..redaction import described
 from ..relay import Relay
 from ..retry import RetryPolicy
 from ..transport import Capabilities, Message, Outcome, Rejection, Verdict
@@ -281,7 +281,7 @@ class LaneDestination:
             try:
                 await self._dead_letters.copy(copies)
             except Exception as error:  # the database is away
-                answers.away = redacted(f"{type(error).__name__}: {error}")
+                answers.away = described(error)
                 return
         for work, _ in last:
             self._progress.settled(work.tenant)

@@ -20,7 +20,7 @@ from .. import clock
 from ..context import caused_by
 from ..errors import EventError
 from ..inbox import Admission, Arrival, Inbox
-from ..redaction import redacted
+from ..redaction import described, redacted, text_of
 from ..transport import Message
 from .failure import Failure, classify
 from .handling import Effects, EventsFailedError, Incoming
@@ -175,7 +175,7 @@ class Processor:
             return processed
         except _SomeFailedError as some:
             return await self._without(works, some.errors)
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
             if _is_for_us(error):
                 raise
             is_away = self._begun == begun and classify(error) is Failure.TRANSIENT
@@ -426,7 +426,7 @@ class Processor:
 
     def _trouble(self, work: Work, error: BaseException) -> Trouble:
         failure = classify(error)
-        reason = redacted(str(error) if failure is Failure.BUSINESS else f"{type(error).__name__}: {error}")
+        reason = redacted(text_of(error)) if failure is Failure.BUSINESS else described(error)
         if isinstance(error, _AlteredError):
             return _altered(work, error.arrival)
         if isinstance(error, _RefusedError):
@@ -453,6 +453,13 @@ def _altered(work: Work, arrival: Arrival) -> Trouble:
 
 
 def _is_for_us(error: BaseException) -> bool:
-    """Whether we are told to stop, and not a handler."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    """Whether we are told to stop. Anything else, even SystemExit, was raised by a handler, and is an error of its
+    message: a process that ended by it would meet the same message again.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs: what was left of our task is thrown away
+        return True
+    if isinstance(error, asyncio.CancelledError):
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt)

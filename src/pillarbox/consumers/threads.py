@@ -47,8 +47,8 @@ class Threads:
             error: BaseException | None = None
             try:
                 result = context.run(function)
-            except StopIteration as stop:  # no future takes one
-                error = RuntimeError("the handler raised StopIteration")
+            except (StopIteration, GeneratorExit) as stop:  # no future hands them on
+                error = RuntimeError(f"the handler raised {type(stop).__name__}")
                 error.__cause__ = stop
             except BaseException as raised:
                 error = raised

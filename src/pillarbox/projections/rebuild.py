@@ -35,7 +35,7 @@ from ..consumers.reading import Reader
 from ..consumers.spilling import work_of
 from ..errors import ConfigurationError, EventError, StoreError
 from ..inbox import Admission, Arrival, Inbox, consumer_id, digest_of
-from ..redaction import redacted
+from ..redaction import described, redacted
 from ..retry import RetryPolicy
 from ..stores import claims, sqlite
 from ..stores import inbox as stored
@@ -181,7 +181,7 @@ class Rebuild:
         try:
             await self._clear()
         except Exception as error:
-            reason = redacted(f"{type(error).__name__}: {error}")
+            reason = described(error)
             logger.warning("projection %s: the next rebuild clears the inbox: %s", self.name, reason)
 
     async def _clear(self) -> int:
@@ -288,7 +288,7 @@ class Rebuild:
 
     def _leave_out(self, place: Place, event_type: str | None, error: Exception) -> None:
         """Leave out an event that is itself the cause of the error; any other error ends the rebuild."""
-        failure, reason = classify(error), redacted(f"{type(error).__name__}: {error}")
+        failure, reason = classify(error), described(error)
         if failure not in (Failure.POISON, Failure.BUSINESS):
             raise StoreError(
                 f"projection {self.name} is as it was: event {place[1]} ({event_type}) cannot be applied: {reason}"

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Dialect, Engine, StaticPool
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from .. import clock
-from ..redaction import redacted
+from ..redaction import described
 from .pool import own_pool
 
 logger = logging.getLogger("pillarbox")
@@ -64,7 +64,7 @@ class Apart:
                 self._run_in_thread(engine, work)
         except Exception as error:  # whatever it is: the caller does the work itself, and finds out
             self._failed[engine.dialect] = now
-            said = redacted(f"{type(error).__name__}: {error}")
+            said = described(error)
             logger.warning("registering routes in the business transaction, as none apart from it succeeded: %s", said)
             return False
         return True

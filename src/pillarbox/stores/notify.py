@@ -17,7 +17,7 @@ from uuid import uuid4
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..outbox import LaneName
-from ..redaction import redacted
+from ..redaction import described
 
 logger = logging.getLogger("pillarbox")
 
@@ -59,7 +59,7 @@ class PostgresCarrier:
                     )
                 told = True
             except Exception as error:
-                logger.info("the doorbell has lost its connection: %s", redacted(f"{type(error).__name__}: {error}"))
+                logger.info("the doorbell has lost its connection: %s", described(error))
                 told = False
             finally:
                 self.works = False
