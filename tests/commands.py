@@ -1,18 +1,24 @@
-"""The command line in the process of the test, or in one that starts quickly: forked from one that has imported all."""
+"""The command line in the process of the test; or it and other programs in a process that starts quickly, forked from
+one that has imported all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import multiprocessing
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -96,9 +102,38 @@ def fork(
         )
 
 
+def start(
+    program: Path, environment: Mapping[str, str], folder: Path, *, stdin: socket.socket, out: Path, err: Path
+) -> ForkServerProcess:
+    """Start a file of Python, to which all warnings are errors."""
+    process = _server().Process(
+        target=_program, args=(program, dict(environment), folder), kwargs={"stdin": stdin, "out": out, "err": err}
+    )
+    process.start()
+    return process
+
+
 def _command(arguments: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path) -> None:
     from pillarbox.cli import main
 
+    _settle(environment, folder, out, err)
+    sys.argv = ["pillarbox", *arguments]
+    main()
+
+
+def _program(
+    program: Path, environment: dict[str, str], folder: Path, *, stdin: socket.socket, out: Path, err: Path
+) -> None:
+    _settle(environment, folder, out, err)
+    os.dup2(stdin.detach(), 0)
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    warnings.simplefilter("error")
+    runpy.run_path(str(program), run_name="__main__")
+    gc.collect()  # what it has left open complains
+
+
+def _settle(environment: dict[str, str], folder: Path, out: Path, err: Path) -> None:
+    """Give this process its environment, folder and streams."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -106,5 +141,3 @@ def _command(arguments: list[str], environment: dict[str, str], folder: Path, ou
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), "utf-8", write_through=True)
-    sys.argv = ["pillarbox", *arguments]
-    main()

@@ -152,31 +152,49 @@ def names(pages: list[Path]) -> list[str]:
 WITH_EXAMPLES = [page for page in PAGES if {"python", "console"} & {block.language for block in blocks_of(page)}]
 
 
+Start = Callable[[Path, Mapping[str, str], Path, socket.socket], Callable[[], int | None]]
+"""Starts a program, with files beside its folder for what it says; what comes back waits for its end."""
+
+
+def fork(program: Path, environment: Mapping[str, str], folder: Path, stdin: socket.socket) -> Callable[[], int | None]:
+    out, err = folder.with_name("output"), folder.with_name("complaints")
+    process = commands.start(program, environment, folder, stdin=stdin, out=out, err=err)
+
+    def end() -> int | None:
+        process.join(60)
+        if process.exitcode is None:
+            process.kill()
+        return process.exitcode
+
+    return end
+
+
+def interpret(
+    program: Path, environment: Mapping[str, str], folder: Path, stdin: socket.socket
+) -> Callable[[], int | None]:
+    with folder.with_name("output").open("wb") as out, folder.with_name("complaints").open("wb") as err:
+        command = [sys.executable, "-W", "error", str(program)]
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=stdin.fileno(), stdout=out, stderr=err)
+    return lambda: process.wait(60)
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=names(WITH_EXAMPLES))
-def test_examples(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("start", [fork, pytest.param(interpret, marks=pytest.mark.full)])
+def test_examples(page: Path, tmp_path: Path, environment: dict[str, str], start: Start) -> None:
+    """In a process that has imported what most pages import, or in an interpreter that has imported nothing."""
     script, shown = script_of(page)
     program = tmp_path / f"{page.name}.py"
     program.write_text(script, "utf-8")
     folder = tmp_path / "empty"
     folder.mkdir()
-    with (tmp_path / "output").open("wb") as output:
-        command = [sys.executable, "-W", "error", str(program)]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        try:
-            run_commands(ours, shown, folder, environment)
-        finally:
-            _, complaints = process.communicate(timeout=60)
-    assert (process.returncode, complaints) == (0, "")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        end = start(program, environment, folder, theirs)
+    try:
+        run_commands(ours, shown, folder, environment)
+    finally:
+        code = end()
+    assert (code, (tmp_path / "complaints").read_text("utf-8")) == (0, "")
     for each in shown:
         printed = (tmp_path / f"output-{each.line}").read_text("utf-8").splitlines()
         if each.output and not matches(each.output, printed):

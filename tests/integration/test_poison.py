@@ -18,8 +18,9 @@ def url(request: pytest.FixtureRequest, fresh_database: FreshDatabase) -> str:
     return fresh_database(request.param, empty=True).url()
 
 
-@pytest.mark.parametrize("lanes", [1, 16])
-@pytest.mark.parametrize("share", [5, 50])
+@pytest.mark.parametrize(
+    ("share", "lanes"), [(5, 16), (50, 1), *(pytest.param(*it, marks=pytest.mark.full) for it in ((5, 1), (50, 16)))]
+)
 async def test_h118_healthy_events_pass_a_share_that_is_rejected(url: str, share: int, lanes: int) -> None:
     found = await poison.prove_share(url, share=share, lanes=lanes, events=300, seed=SEED)
     assert found["wrong"] == []

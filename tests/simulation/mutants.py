@@ -77,7 +77,7 @@ def _token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_owns", lambda self, lane: self._lanes[lane.name].epoch == lane.epoch)
 
 
-@mutant("I", seed=164, failover=True)
+@mutant("I", seed=324, failover=True)
 def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     fenced = MemoryStore._fenced
 
@@ -87,7 +87,7 @@ def _batch_left_out_of_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_fenced", lenient)
 
 
-@mutant("lease", seed=70, focus=("renew", ["slow"]))
+@mutant("lease", seed=517, focus=("renew", ["slow"]))
 def _lease_taken_early(patch: pytest.MonkeyPatch) -> None:
     free = MemoryStore._is_free
     patch.setattr(MemoryStore, "_is_free", lambda self, lane, now: free(self, lane, now + 3.0))
@@ -238,7 +238,7 @@ def _unparked_between_announce_and_rebuild(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "rebuild", generous)
 
 
-@mutant("I1", seed=50, numbered=True)
+@mutant("I1", seed=92, numbered=True)
 def _pushed_is_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
     async def trusting(_self: Any, items: list[Any], topic: str, last: int) -> tuple[list[Any], None]:
         return [item for item in items if item[1].topic != topic or item[0] > last], None
@@ -256,7 +256,7 @@ def _broker_without_deduplication(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumberedBroker, "is_new", lambda _self, _link, _message: True)
 
 
-@mutant("I3", seed=63, numbered=True, focus=("send", ["late"]))
+@mutant("I3", seed=6, numbered=True, focus=("send", ["late"]))
 def _producer_name_is_not_held(patch: pytest.MonkeyPatch) -> None:
     def everybody(self: NumberedBroker, link: Any, messages: Sequence[Message], reply: Any) -> None:
         super(NumberedBroker, self).take(link, messages, reply)

@@ -22,7 +22,9 @@ from tests.simulation.consumers import simulate_consumers
 from tests.simulation.planted import Mutant
 
 SEEDS = 300
-PART = 100
+PART = 50
+CRASHES = 4
+"""In how many parts the calls are at which a consumer crashes."""
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(it, marks=pytest.mark.full) for it in range(PART, SEEDS, PART))])
@@ -37,9 +39,12 @@ def test_every_message_has_one_effect_or_one_delivery_that_failed_in_any_world(f
     ids=["one by one", "batches", "without order"],
 )
 @pytest.mark.parametrize("moment", ["crash before", pytest.param("crash after", marks=pytest.mark.full)])
-def test_h79_h80_a_consumer_may_crash_at_every_call(seed: int, options: dict[str, Any], moment: str) -> None:
+@pytest.mark.parametrize("first", [1, *(pytest.param(it, marks=pytest.mark.full) for it in range(2, CRASHES + 1))])
+def test_h79_h80_a_consumer_may_crash_at_every_call(
+    seed: int, options: dict[str, Any], moment: str, first: int
+) -> None:
     calls = simulate_consumers(seed, calm=True, **options).calls
-    for call in range(1, calls + 1):
+    for call in range(first, calls + 1, CRASHES):
         result = simulate_consumers(seed, calm=True, crash_at=(call, moment), **options)
         assert not result.violations, (call, result.violations, result.lines[-30:])
 

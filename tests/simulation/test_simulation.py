@@ -17,7 +17,7 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.planted import Mutant
 
 SEEDS = 1_000
-PART = 250
+PART = 125
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(it, marks=pytest.mark.full) for it in range(PART, SEEDS, PART))])
