@@ -33,7 +33,7 @@ from pillarbox import Aggregate, IntegrationEvent, Pillarbox, Poison, RetryPolic
 from pillarbox.errors import ConfigurationError, StoreError
 from pillarbox.inbox import consumer_id
 from pillarbox.outbox import INBOUND, Direction, Status
-from pillarbox.projections import Add, Change, Projection, ProjectionRow, history, on
+from pillarbox.projections import Add, Change, Projection, ProjectionRow, history, on, rebuild
 from pillarbox.projections.consumer import ProjectionConsumer
 from pillarbox.projections.rebuild import Progress, Rebuild, Stage
 from pillarbox.projections.shadow import alone
@@ -820,6 +820,30 @@ async def test_a_decision_that_comes_after_its_event_was_applied_ends_it(box: Pi
     assert await grams_of(box) == sum(row[2] for row in spoilt) + more
     await labels.rebuild()
     assert await grams_of(box) == sum(row[2] for row in spoilt) + more
+
+
+@on_postgres
+async def test_a_decision_that_comes_too_late_is_found_after_a_lock_too(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projection = Labels()
+    labels = await received(box, projection, refused={2})
+    look, waits = rebuild._digest_in_inbox, [ConnectionError("locked")]
+
+    def wait_once(consumer: int, place: rebuild.Place) -> Any:
+        if waits:
+            raise waits.pop()
+        return look(consumer, place)
+
+    async def decide() -> None:
+        await edit_filling(box, 2, 50)
+        await labels.drain()
+        monkeypatch.setattr(rebuild, "_digest_in_inbox", wait_once)
+
+    projection.refused = frozenset()
+    with pytest.raises(StoreError, match="a person edited or discarded it: rebuild again"):
+        await labels.rebuild(progress=at(Stage.CATCHING_UP, decide))
+    assert waits == []
 
 
 @pytest.mark.dialects

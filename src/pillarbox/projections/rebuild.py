@@ -60,6 +60,9 @@ ANY_BODY = b""
 
 Place = tuple[str | None, UUID]
 """An event in the inbox: its tenant and its id."""
+_Decided = dict[tuple[Place, bytes], tuple[Place, bytes | None]]
+"""What operators have decided about spilled messages, by their events and the digests of their bodies as received:
+where the inbox has the message, and the body to apply; None if it was discarded."""
 
 
 class Stage(StrEnum):
@@ -141,9 +144,7 @@ class Rebuild:
         """The generation that is made, and the numbers of the live one and of that in the inbox."""
         self._left_out: dict[Place, str] = {}
         """Events that cannot be applied, or that an operator has discarded, and why."""
-        self._decided: dict[tuple[Place, bytes], tuple[Place, bytes | None]] = {}
-        """What operators have decided about spilled messages, by their events and the digests of their bodies as
-        received: where the inbox has the message, and the body to apply; None if it was discarded."""
+        self._decided: _Decided = {}
 
     async def run(self, source: From, *, incomplete: bool) -> Rebuilt:
         """Rebuild the projection from this source."""
@@ -320,7 +321,7 @@ class Rebuild:
 
     def _look_up_decisions(self, connection: Connection) -> None:
         """Read the decisions. One about an event that was applied before ends the rebuild: it cannot be undone."""
-        before, self._decided = self._decided, {}
+        decided: _Decided = {}
         for tenant, message, body in claims.amended(connection, self.name):
             work = work_of(message)
             if work.claim is not None:
@@ -328,8 +329,8 @@ class Rebuild:
                 form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
                 edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
                 event = work.tenant, named_event(work.message)
-                self._decided[event, form] = (tenant, work.claim.inbox_id), edited
-        for (event, form), (place, edited) in self._decided.items() - before.items():
+                decided[event, form] = (tenant, work.claim.inbox_id), edited
+        for (event, form), (place, edited) in decided.items() - self._decided.items():
             if form == ANY_BODY and connection.scalar(_digest_in_inbox(self._new, place)) is not None:
                 raise StoreError(
                     f"projection {self.name} is as it was: event {event[1]} was applied, and then a person edited "
@@ -339,6 +340,7 @@ class Rebuild:
                 self._left_out[place] = "a person has discarded it"
             else:
                 self._left_out.pop(event, None)  # perhaps it can be applied now
+        self._decided = decided  # last: after a transient error, the checks are repeated
 
     # -- the switch ----------------------------------------------------------------------------------------------------
 
