@@ -138,7 +138,8 @@ def _wrong_with_both(one: Sent, other: Sent, counts: Mapping[Record, int], found
     if one.lot is Lot.NEWER and effects > 1:
         return [f"C2 once: {_named(one)} and its twin took effect"]
     settled = [it for it in (one, other) if it.mark not in found.unread and found.rows.get(it.mark)]
-    if one.lot is Lot.NEWER and not effects and not settled:
+    parked = [it for it in (one, other) if Status.PARKED in found.rows.get(it.mark, ())]  # behind one that is left
+    if one.lot is Lot.NEWER and not effects and not settled and not parked:
         return [f"C1 loss: neither {_named(one)} nor its twin took effect"]
     return []
 
