@@ -1,4 +1,4 @@
-"""Stores: where deliveries live and how progress is kept."""
+"""Stores: deliveries and their progress in a database."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class SqlStore(LaneStore, OutboxStore, Appends, Protocol):
     """A store on a relational database, for relays and for sessions."""
 
     def install_id(self, connection: Connection) -> UUID:
-        """Whose tables this connection finds."""
+        """The id of the installation whose tables this connection sees."""
         ...
 
     def committed(self, connection: Connection, written: tuple[UUID, int, int]) -> bool:
-        """Whether the transaction that wrote this row has committed. Waits for it, if it is still at work."""
+        """Whether the transaction that wrote this row has committed. Waits for it if it is still running."""
         ...
 
 
 def store_on(engine: AsyncEngine, table: str = OUTBOUND) -> LogStore | QueueStore:
-    """The store for one of the tables of deliveries: a log on PostgreSQL, a queue elsewhere."""
+    """The store for one table of deliveries: a log on PostgreSQL, a queue elsewhere."""
     if engine.dialect.name == "postgresql":
-        from .log import LogStore  # noqa: PLC0415  others need not load it
+        from .log import LogStore  # noqa: PLC0415  loaded only where it is used
 
         return LogStore(engine, table)
     from .queue import QueueStore  # noqa: PLC0415  as above
@@ -45,7 +45,7 @@ def store_on(engine: AsyncEngine, table: str = OUTBOUND) -> LogStore | QueueStor
 def streaming_on(
     engine: AsyncEngine, relay: str, slot: str | None, buffer_bytes: int, signals: Signals
 ) -> tuple[LogStore, Feed]:
-    """The store for a relay that gets bodies by logical replication, and what brings them."""
+    """The store for a relay that reads bodies by logical replication, and the feed of its stream."""
     if engine.dialect.name != "postgresql":
         raise ConfigurationError(
             f'source "cdc" reads the replication stream of PostgreSQL, not of {engine.dialect.name}'
@@ -54,7 +54,7 @@ def streaming_on(
         from .feed import Feed  # noqa: PLC0415  an extra
     except ImportError as error:
         raise MissingExtraError('source "cdc"', extra="cdc") from error
-    from .buffer import Buffer  # noqa: PLC0415  others need not load it
+    from .buffer import Buffer  # noqa: PLC0415  loaded only where it is used
     from .cdc import CdcStore  # noqa: PLC0415  as above
 
     buffer = Buffer(buffer_bytes)

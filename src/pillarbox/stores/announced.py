@@ -1,5 +1,5 @@
-"""What the announcement of a batch says in a log: between which cursors its rows are, and what is left out of it; and
-where the lane and its detours stand by that.
+"""The announcement of a batch in a log: the cursors before and after it, and the rows left out of it. Also the
+positions of the lane and its detours, according to the announcement.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from ..outbox import Ahead, Lane
 
 
 class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an announcement says about its batch, beside its count and digest."""
+    """The details of an announcement, beside count and digest."""
 
     to: str
     """The cursor once the batch is settled."""
     start: str | None = None
-    """The cursor before it, if it is not the lane's."""
+    """The cursor before the batch, if it differs from the lane's."""
     detour: str | None = None
-    """The tenant whose cursor it moves; None: the lane's."""
+    """The tenant whose detour it moves; None: the lane itself."""
     redo: tuple[int, ...] = ()
     """Failed rows that are sent again, before the others."""
     skip: tuple[int, ...] = ()
-    """Rows that the cursor passes and that are no items."""
+    """Rows that the cursor passes and that are not items."""
     out: tuple[int, ...] = ()
     """Items that were amended away. Their numbers stay unused."""
     attempts: dict[int, int] = msgspec.field(default_factory=dict)
-    """Of items that are suspected of killing relays."""
+    """Attempts of items that are suspected of killing relays."""
 
     def ends(self, lane: Lane) -> tuple[Cursor, Cursor]:
         """The cursors before and after the batch."""
         return settled_at(lane, self.detour) if self.start is None else Cursor.parse(self.start), Cursor.parse(self.to)
 
     def holds(self, row: Ahead, lane: Lane) -> bool:
-        """Whether the row is on its way."""
+        """Whether the row is in flight."""
         number = row.at.id
         if number in self.out or number in self.skip:
             return False
@@ -47,29 +47,29 @@ class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def contents_of(lane: Lane) -> Contents | None:
-    """What is announced."""
+    """The details of the lane's announced batch."""
     return None if lane.announced is None else msgspec.convert(lane.announced.details, Contents, strict=False)
 
 
 def detour_of(lane: Lane, tenant: str | None) -> str | None:
-    """The detour that a tenant's rows take, if any."""
+    """The detour of a tenant's rows, if it has one."""
     return tenant if tenant is not None and tenant in (lane.detours or ()) else None
 
 
 def refuse_detours(*tenants: str | None) -> None:
-    """For lanes without cursors: there a tenant that waits is simply not asked for."""
+    """Refuse detours for lanes without cursors: there, polls leave out a waiting tenant."""
     if any(tenant is not None for tenant in tenants):
         raise StoreError("a queue has no detours")
 
 
 def settled_at(lane: Lane, detour: str | None = None) -> Cursor:
-    """How far the lane, or one of its detours, has come."""
+    """The settled cursor of the lane, or of one of its detours."""
     cursor: Cursor = lane.cursor if detour is None else (lane.detours or {})[detour]
     return cursor
 
 
 def position(lane: Lane, detour: str | None = None) -> Cursor:
-    """Where the next look starts: behind what is announced."""
+    """The cursor for the next read: behind the announced batch."""
     announced = lane.announced
     if announced is not None and announced.details.get("detour") == detour:
         return Cursor.parse(announced.details["to"])
@@ -77,14 +77,14 @@ def position(lane: Lane, detour: str | None = None) -> Cursor:
 
 
 def moved(lane: Lane, detour: str | None, to: Cursor) -> Lane:
-    """The lane, with one of its cursors there."""
+    """The lane, with one of its cursors moved to ``to``."""
     if detour is None:
         return replace(lane, cursor=to)
     return replace(lane, detours={**(lane.detours or {}), detour: to})
 
 
 def settled(lane: Lane) -> Lane:
-    """The lane once what is announced is settled."""
+    """The lane after its announced batch is settled."""
     if lane.announced is None:
         return lane
     detour = lane.announced.details.get("detour")
@@ -92,11 +92,11 @@ def settled(lane: Lane) -> Lane:
 
 
 def encode_detours(detours: Mapping[str, Cursor] | None) -> str | None:
-    """As the lane's row keeps them."""
+    """Detours in the form that is stored in a lane's row."""
     return msgspec.json.encode({tenant: str(at) for tenant, at in detours.items()}).decode() if detours else None
 
 
 def decode_detours(text: str | None) -> dict[str, Cursor]:
-    """From the form that the lane's row keeps."""
+    """Parse that form."""
     told = msgspec.json.decode(text, type=dict[str, str]) if text else {}
     return {tenant: Cursor.parse(at) for tenant, at in told.items()}

@@ -1,8 +1,8 @@
-"""Work in a transaction of its own while another one is open, on a connection that no pool has to spare.
+"""Separate transactions: runs work in another transaction while one is open, on a connection outside the pool.
 
-The open transaction waits for it, so this one must never wait for that one: a database that has one writer at a time,
-or one connection, is refused, and every wait has an end. A pooler in front of the server, or a limit there, may grant
-no second connection as long as the first one is in use: then time runs out, and the caller does without.
+The open transaction waits for the separate one, so that one must never wait for the open one: databases with a single
+writer or a single connection are refused, and every wait is limited. A pooler or a connection limit of the server may
+grant no second connection while the first is in use. Then the time runs out, and the caller continues without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AGAIN_SECONDS = 60.0
 """How long after a failure nothing is tried on the same database."""
 
 _MILLISECONDS = round(SECONDS * 1000)
-# A connection that is lost without a word leaves its transaction behind, with locks, until the server gives it up.
+# A lost connection leaves its transaction and its locks behind until the server ends them.
 _LIMITS = {
     "postgresql": f"SELECT set_config('lock_timeout', '{_MILLISECONDS}', true), "
     f"set_config('idle_in_transaction_session_timeout', '{_MILLISECONDS}', true)",
@@ -40,7 +40,7 @@ _LIMITS = {
 
 
 class Apart:
-    """Runs such work, one at a time in this process: many that begin at once need the same."""
+    """Runs separate transactions, one at a time in this process: callers that start together need the same work."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -49,8 +49,8 @@ class Apart:
         self._failed: WeakKeyDictionary[Dialect, float] = WeakKeyDictionary()
 
     def run(self, engine: Engine, work: Callable[[Engine], None]) -> bool:
-        """Do the work, in a `transaction` of this engine; whether that was possible comes back. May be called in a
-        greenlet of an async session, and in any thread.
+        """Do the work in a `transaction` of this engine. Returns whether that was possible. May be called in a greenlet
+        of an async session, and in any thread.
         """
         now = clock.current().monotonic()
         if engine.dialect.name not in _LIMITS or isinstance(engine.pool, StaticPool):
@@ -62,7 +62,7 @@ class Apart:
                 await_only(self._run(engine, work))
             else:
                 self._run_in_thread(engine, work)
-        except Exception as error:  # whatever it is: the caller does the work itself, and finds out
+        except Exception as error:  # any failure: the caller then does the work itself and gets the error
             self._failed[engine.dialect] = now
             said = described(error)
             logger.warning("registering routes in the business transaction, as none apart from it succeeded: %s", said)
@@ -70,7 +70,9 @@ class Apart:
         return True
 
     async def _run(self, engine: Engine, work: Callable[[Engine], None]) -> None:
-        """In a task that is left behind if its time is over: a driver may take long to give up a connection."""
+        """Run the work in a task that is abandoned when its time is over: a driver may take long to close a
+        connection.
+        """
         task = asyncio.ensure_future(self._take_turn(engine, work))
         self._left.add(task)
         task.add_done_callback(self._end)
@@ -85,14 +87,14 @@ class Apart:
     def _end(self, task: asyncio.Task[None]) -> None:
         self._left.discard(task)
         if not task.cancelled():
-            task.exception()  # it may be that nobody waits for it any more
+            task.exception()  # mark the error as retrieved: there may be no waiter
 
     async def _take_turn(self, engine: Engine, work: Callable[[Engine], None]) -> None:
         async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             await greenlet_spawn(work, engine)
 
     def _run_in_thread(self, engine: Engine, work: Callable[[Engine], None]) -> None:
-        """A driver that blocks can be waited for, and be left, only from another thread."""
+        """Wait for a blocking driver in another thread, so that the wait can be abandoned."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -110,7 +112,7 @@ class Apart:
 
 @contextmanager
 def transaction(engine: Engine) -> Iterator[Connection]:
-    """A transaction on a connection that ends with it."""
+    """A transaction on a connection that is closed afterwards."""
     own = own_pool(engine)
     try:
         with own.execution_options(isolation_level="READ COMMITTED").begin() as connection:

@@ -1,7 +1,7 @@
-"""Archives: what leaves the outbox by retention, kept in a file or a table, and the way back.
+"""Archives: expired deliveries in a file or a table, and their restoration.
 
-Rows are deleted once the file that holds them is whole (`stores.archive_file`), those and no others, and the trail says
-how far that has come. Whoever finds the work half done goes on with the same file. In a table a row arrives in the
+Rows are deleted after the file that has them is complete (`stores.archive_file`), and only these rows. The audit trail
+records the progress, so that an interrupted run is continued with the same file. With a table, a row is copied in the
 transaction that deletes it from the outbox.
 """
 
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 
 
 def header(connection: Connection, made_at: datetime) -> Header:
-    """Where the rows of this database come from."""
+    """The header for archives of this database."""
     row = connection.execute(select(meta.c.install_id, meta.c.shards)).one()
     return Header(FORMAT, row.install_id, SCHEMA_VERSION, row.shards, made_at)
 
@@ -87,7 +87,7 @@ def _archived(row: Mapping[Any, Any]) -> Archived:
         return Archived(**values, body_base64=base64.b64encode(body).decode())
 
 
-# The view knows what became of a row of a log, and an edit is what was sent.
+# The view knows the state of a row of a log, and an edit is what was sent.
 _FETCH = text(
     """
     SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, o.route AS route_id, r.name AS route,
@@ -112,11 +112,11 @@ _FETCH = text(
 )
 
 
-# -- how far it has come -----------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 class Unfinished(msgspec.Struct):
-    """An archive whose rows are not all deleted: the row of the trail about it."""
+    """An archive whose rows are not all deleted: its entry in the audit trail."""
 
     entry: int
     target: str
@@ -125,8 +125,8 @@ class Unfinished(msgspec.Struct):
 
 
 def unfinished(connection: Connection) -> list[Unfinished]:
-    """Files that were written, and whose rows are still in the outbox. A later run with the same name counts alone,
-    unless it was withdrawn: then the file is that of another run.
+    """Files that are complete while their rows are still in the outbox. Of several runs with the same name, the last
+    counts, unless it was withdrawn: then the file is that of another run.
     """
     found: dict[str, Unfinished | None] = {}
     trail = select(audit.c.id, audit.c.target, audit.c.details).where(audit.c.action == "archive").order_by(audit.c.id)
@@ -140,7 +140,7 @@ def unfinished(connection: Connection) -> list[Unfinished]:
 
 
 def latest(connection: Connection) -> int:
-    """The last row of the trail about an archive. A newer one, when a file is whole, may be about the same rows."""
+    """The last audit entry about an archive. A newer complete file may have the same rows."""
     return connection.scalar(select(func.max(audit.c.id)).where(audit.c.action == "archive")) or 0
 
 
@@ -148,7 +148,7 @@ def latest(connection: Connection) -> int:
 
 
 def archive_table(connection: Connection, name: str) -> Table:
-    """The table of this name, which need not be there. `StoreError` if it is another kind of table."""
+    """The table of this name, which may be missing. Raises `StoreError` if it is another kind of table."""
     if not _NAME.fullmatch(name):
         raise StoreError(f"{name!r} cannot be the name of an archive: use a-z, 0-9 and _")
     if name.startswith("pillarbox_") or name == "outbox_events":
@@ -162,7 +162,7 @@ def archive_table(connection: Connection, name: str) -> Table:
 
 
 def keep(connection: Connection, kept: Table, rows: Sequence[Archived]) -> None:
-    """Write these deliveries into the table."""
+    """Write these deliveries to the table."""
     names = [each.name for each in kept.c if each.name not in ("body", "headers", "archived_at")]
     values = [
         {name: getattr(row, name) for name in names}
@@ -201,11 +201,11 @@ def _table(name: str) -> Table:
     )
 
 
-# -- back --------------------------------------------------------------------------------------------------------------
+# -- restoration -------------------------------------------------------------------------------------------------------
 
 
 def check_origin(connection: Connection, summary: Summary, *, foreign: bool) -> None:
-    """`StoreError` if the file is from elsewhere, and nobody said that it may be."""
+    """Raise `StoreError` if the file is from another installation, unless ``foreign`` allows it."""
     here = connection.execute(select(meta.c.install_id, meta.c.shards)).one()
     if summary.header.install_id != here.install_id and not foreign:
         raise StoreError("the archive is from another installation: say --foreign if that is what you want")
@@ -216,7 +216,7 @@ def check_origin(connection: Connection, summary: Summary, *, foreign: bool) -> 
 
 
 def absent(connection: Connection, rows: Sequence[Archived]) -> list[Archived]:
-    """Those of the deliveries that are not in the outbox."""
+    """The deliveries of these that are not in the outbox."""
     ids = [row.event_id for row in rows]
     identity = (outbox.c.event_id, outbox.c.route, outbox.c.schema_version)
     there: set[tuple[Any, ...]] = {
@@ -234,9 +234,9 @@ def absent(connection: Connection, rows: Sequence[Archived]) -> list[Archived]:
 
 
 def restore(connection: Connection, rows: Sequence[Archived], *, resend: bool) -> int:
-    """Bring back those that are not in the outbox: as the history that they are, or to be sent again. How many.
+    """Restore the deliveries that are not in the outbox, as history or to be sent again. Returns their number.
 
-    History is never looked at by a relay: its status says that it is at its end, and in a log it has no transaction.
+    Relays never read history: its status is final, and in a log it has no transaction.
     """
     alone(connection)
     missing = absent(connection, rows)

@@ -1,8 +1,8 @@
-"""The file of an archive: JSON lines, compressed if its name ends in ``.zst``.
+"""Archive files: JSON lines, compressed if the name ends in ``.zst``.
 
-A line says where it comes from, one follows per delivery, and a last one has their number and the SHA-256 of all bytes
-before it. A file is written under a name that no other run has, brought to the disk, read back, and then gets its own,
-unless another run has taken that: a file with the right name is whole.
+The first line describes the source, one line follows per delivery, and the last line has their number and the SHA-256
+of all bytes before it. A file is written under a name of its own run, synced to disk, read back, and then linked to its
+final name unless that exists. So a file with the final name is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if sys.platform != "win32":
 
 FORMAT = 1
 MAX_BYTES = 8_388_608
-"""Of bodies that are in memory at a time, but for one that is larger."""
+"""Most bytes of bodies in memory at a time; a larger single body may exceed it."""
 _Line = TypeVar("_Line", bound=msgspec.Struct)
 _Row = TypeVar("_Row", RowKey, "Archived")
 _PARTIAL = re.compile(r"\..+\.jsonl(\.zst)?\.[0-9a-f]{8}\.partial")
@@ -58,14 +58,14 @@ class Archived(msgspec.Struct, omit_defaults=True):
     tenant: str | None = None
     body: str | None = None
     body_base64: str | None = None
-    """If the body is no UTF-8."""
+    """If the body is not UTF-8."""
     attempts: int = 0
     sent_at: datetime | None = None
     batch: int | None = None
     number: int | None = None
     last_error: str | None = None
     raised_event_id: UUID | None = None
-    """The identity of the row, if an edit has sent it under another one."""
+    """The event id of the row, if an edit was sent under another one."""
 
     @property
     def content(self) -> bytes:
@@ -74,18 +74,18 @@ class Archived(msgspec.Struct, omit_defaults=True):
 
     @property
     def known_as(self) -> set[str]:
-        """The ids by which people know the event: that which was sent and, if it was edited, those before."""
+        """All ids of the event: the sent one and, if it was edited, the earlier ones."""
         ids = {self.event_id, self.raised_event_id or self.event_id}
         return {*map(str, ids), self.headers.get("original_event_id", str(self.event_id))}
 
     @property
     def size(self) -> int:
-        """How long its body is, as it is written."""
+        """Length of the body as written."""
         return len(self.body or self.body_base64 or "")
 
     @property
     def row(self) -> RowKey:
-        """How the row is found in the outbox."""
+        """The key of the row in the outbox."""
         return RowKey(self.id, self.raised_event_id or self.event_id, self.route_id, self.schema_version, 0)
 
 
@@ -107,7 +107,7 @@ class Trailer(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """What is known of a file that is whole."""
+    """Facts about a complete file."""
 
     header: Header
     trailer: Trailer
@@ -116,7 +116,7 @@ class Summary(msgspec.Struct):
 
 
 def portions(rows: Iterable[_Row], limit: int | None = None) -> Iterator[list[_Row]]:
-    """The rows, or their keys, in portions whose bodies fit into memory; at most ``limit`` at a time."""
+    """Split rows, or their keys, into portions whose bodies fit into memory, of at most ``limit`` each."""
     portion: list[_Row] = []
     size = 0
     for row in rows:
@@ -133,9 +133,7 @@ def portions(rows: Iterable[_Row], limit: int | None = None) -> Iterator[list[_R
 
 
 class Writer:
-    """A file in the making. It has its name when `finish` has returned, and not before. `StoreError` if the disk does
-    not take it.
-    """
+    """A file being written. It gets its name in `finish`. Raises `StoreError` if the disk refuses it."""
 
     def __init__(self, path: Path, header: Header) -> None:
         compressor = _zstandard().ZstdCompressor() if path.suffix == ".zst" else None
@@ -145,9 +143,9 @@ class Writer:
         self._files = ExitStack()
         _tidy(path.parent)
         with self._writing():
-            opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # bodies may be personal
+            opened = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # bodies may be personal data
         self._file = self._files.enter_context(os.fdopen(opened, "wb"))
-        with suppress(OSError):  # where there are no locks nobody tidies up, either
+        with suppress(OSError):  # without locks, `_tidy` removes nothing either
             _lock(self._file)
         self._out: Any = self._file if compressor is None else compressor.stream_writer(self._file, closefd=False)
         self._write(header)
@@ -160,7 +158,7 @@ class Writer:
         self.count += len(rows)
 
     def close(self) -> Summary:
-        """Bring it to the disk, and read it back."""
+        """Sync the file to disk, and read it back."""
         trailer = Trailer(self.count, self._digest.hexdigest())
         with self._writing():
             self._write(trailer)
@@ -174,10 +172,10 @@ class Writer:
         return found
 
     def finish(self) -> bool:
-        """Give the file its name. False if another one has it by now."""
+        """Give the file its name. Returns False if another file has it by now."""
         with self._writing():
             try:
-                os.link(self._partial, self.path)  # a rename would replace what is there
+                os.link(self._partial, self.path)  # a rename would replace an existing file
             except FileExistsError:
                 return False
             self._partial.unlink()
@@ -190,8 +188,8 @@ class Writer:
         return True
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        with suppress(OSError):  # what the disk has not taken yet
+        """Remove the unfinished file."""
+        with suppress(OSError):  # bytes that the disk did not accept
             self._files.close()
         with self._writing():
             self._partial.unlink(missing_ok=True)
@@ -211,7 +209,7 @@ class Writer:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what runs that were killed have left in the folder. One that lives holds a lock."""
+    """Remove files of killed runs from the folder. A live run holds a lock."""
     for path in folder.glob(".*.partial"):
         if _PARTIAL.fullmatch(path.name):
             with suppress(OSError), path.open("rb") as file:
@@ -220,8 +218,8 @@ def _tidy(folder: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Until it is closed, at the latest by the end of the process. `OSError` if somebody else has the lock."""
-    if sys.platform != "win32":  # where a file that is open cannot be removed anyway
+    """Lock the file until it is closed or the process ends. Raises `OSError` if another process has the lock."""
+    if sys.platform != "win32":  # where an open file cannot be removed anyway
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -229,7 +227,7 @@ def _lock(file: BinaryIO) -> None:
 
 
 def verify(path: Path, *, compressed: bool | None = None) -> Summary:
-    """Read the whole file. `StoreError` if it is not what somebody once wrote."""
+    """Read the whole file. Raises `StoreError` if it is incomplete or altered."""
     digest, count, in_order = hashlib.sha256(), 0, True
     found, trailer, before = None, None, b""
     last: dict[tuple[int, int], int] = {}
@@ -246,7 +244,7 @@ def verify(path: Path, *, compressed: bool | None = None) -> Summary:
                 count += 1
         before = line
     if found is not None and before.endswith(b"\n"):
-        with suppress(msgspec.MsgspecError):  # else it is a delivery, and more were to come
+        with suppress(msgspec.MsgspecError):  # otherwise it is a delivery, and the file is incomplete
             trailer = msgspec.json.decode(before, type=Trailer)
     if found is None or trailer is None:
         raise _damaged(path, "its end is missing")
@@ -258,7 +256,7 @@ def verify(path: Path, *, compressed: bool | None = None) -> Summary:
 
 
 def read(path: Path) -> Iterator[Archived]:
-    """The deliveries of a file that is whole."""
+    """The deliveries of a complete file."""
     before = b""
     for number, line in enumerate(_lines(path)):
         if number > 1:
@@ -267,11 +265,11 @@ def read(path: Path) -> Iterator[Archived]:
 
 
 def read_in_order(path: Path, summary: Summary) -> Iterator[Archived]:
-    """The deliveries of a file that is whole, in the order in which they were written to the outbox."""
+    """The deliveries of a complete file, in the order in which they were written to the outbox."""
     if summary.in_order:
         yield from read(path)
         return
-    spool = sqlite3.connect("")  # on the disk, if it is large, and gone when it is closed
+    spool = sqlite3.connect("")  # a temporary database, on disk if it is large
     try:
         spool.execute("CREATE TABLE spool (id INTEGER, line BLOB)")
         spool.executemany("INSERT INTO spool VALUES (?, ?)", ((row.id, msgspec.json.encode(row)) for row in read(path)))

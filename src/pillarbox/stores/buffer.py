@@ -1,8 +1,7 @@
-"""Rows that a stream has brought and that no look has named yet: bounded, and the oldest go first.
+"""Streamed rows that no read has named yet: a bounded buffer that drops the oldest first.
 
-What is here is never progress, and never the only copy. A row leaves it when a look at the table names its id and its
-transaction; then both were committed there, on the server that the stream came from. Whatever is not here is read from
-the table.
+The buffer is never progress, and never the only copy. A row leaves it when a read of the table names its id and its
+transaction: both were then committed on the server of the stream. Rows that are missing here are read from the table.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from ..outbox import LaneName
 from .pgoutput import Streamed
 
 OVERHEAD = 800
-"""What a row takes beside its bytes, about."""
+"""Approximate overhead of a row in bytes."""
 AHEAD = 20_000
-"""How many rows that were sent before the stream has brought them are remembered."""
+"""Number of remembered rows that were sent before the stream delivered them."""
 RINGS = 8
-"""How often a row that a look has passed over is worth another look: it may not have been visible yet."""
+"""How often a row that a read has passed over is rung for again: it may not have been visible yet."""
 
 
 class _Lane:
@@ -28,24 +27,24 @@ class _Lane:
 
 
 class Buffer:
-    """Rows by lane and id, in the order of their arrival. Belongs to one relay, and to its event loop."""
+    """Rows by lane and id, in the order of their arrival. Belongs to one relay and its event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
         self.server: str | None = None
-        """Where they come from, and since when it runs: looks at another server do not use them."""
+        """The server of the rows and its start time. Reads of another server do not use them."""
         self._lanes: dict[LaneName, _Lane] = {}
         self._order: deque[tuple[LaneName, int]] = deque()
-        """Of arrival, with rows that are not here any more."""
+        """The order of arrival, including rows that were dropped since."""
         self._held = 0
         self.ahead: OrderedDict[int, None] = OrderedDict()
-        """Rows that were read from the table while their stream was up: when it brings them, nobody wants them."""
+        """Rows that were read from the table while the stream was up, and that it may still deliver."""
 
         self._passed_over: dict[int, tuple[LaneName, int]] = {}
 
     def put(self, row: Streamed) -> None:
-        """Keep a row, and let go of the oldest ones if they are too many. Where nobody looks, nothing is kept."""
+        """Keep a row, and drop the oldest ones if there are too many. For lanes that are not read, nothing is kept."""
         lane = self._lanes.get(row.lane)
         if lane is None:
             return
@@ -64,10 +63,11 @@ class Buffer:
         self._shrink()
 
     def span(self, name: LaneName) -> tuple[int, int] | None:
-        """The lowest and the highest id at hand; between them most rows of the lane are, but not all need be.
+        """The lowest and highest id in the buffer. Most rows of the lane between them are in it, but not necessarily
+        all.
 
-        Rows of a lane are kept once it is looked at like this. A lane without a cursor never is, and would never use
-        them.
+        Rows of a lane are kept once this was called for it. It is never called for a lane without a cursor, which could
+        not use them.
         """
         lane = self._lanes.get(name)
         if lane is None:
@@ -75,19 +75,21 @@ class Buffer:
         return None if lane is None or not lane.rows else (lane.low, lane.high)
 
     def get(self, name: LaneName, row: int, xid: int) -> Streamed | None:
-        """The row, if it is here and of that transaction. Another one of the same id is from another history."""
+        """The row, if it is buffered with this transaction. The same id with another transaction is from another
+        history.
+        """
         lane = self._lanes.get(name)
         found = None if lane is None else lane.rows.get(row)
         return found if found is not None and found.xid == xid else None
 
     def passed(self, name: LaneName, rows: list[int]) -> None:
-        """A look has named these rows, and they are in use, wherever they came from. What stands before them and was
-        not named is let go, too: if it is needed at all, the table has it.
+        """Drop rows that a read has named, wherever their content came from. Unnamed rows before them are dropped too:
+        the table has them if they are needed.
         """
         if self.server is None or not rows:
             return
         lane = self._lanes.get(name)
-        if (lane is None or not lane.rows) and not self._passed_over:  # as it is while a backlog is sent
+        if (lane is None or not lane.rows) and not self._passed_over:  # the normal case while a backlog is sent
             self.ahead.update(dict.fromkeys(rows))
         else:
             self._let_go(name, lane or _Lane(), rows)
@@ -106,8 +108,8 @@ class Buffer:
         lane.low = max(lane.low, rows[-1] + 1)
 
     def unnamed(self, asked: Collection[LaneName]) -> set[LaneName]:
-        """Which of these lanes may have rows that no look has named. Those that one has passed over are told of a few
-        times only; of lanes whose rows are not kept, nobody knows.
+        """The lanes of these that may have rows that no read has named. Rows that a read has passed over count a few
+        times only. Lanes whose rows are not kept always count.
         """
         lanes = {name for name in asked if (lane := self._lanes.get(name)) is None or lane.rows}
         for row, (name, left) in [*self._passed_over.items()]:
@@ -121,7 +123,7 @@ class Buffer:
         return lanes
 
     def clear(self) -> None:
-        """Let go of everything: the stream is lost, or comes from another server."""
+        """Drop everything: the stream is lost, or comes from another server."""
         self._lanes.clear()
         self._order.clear()
         self.ahead.clear()
@@ -134,7 +136,7 @@ class Buffer:
         self._held -= 1
 
     def _shrink(self) -> None:
-        if len(self._order) > 2 * self._held + 1_000:  # a row that nobody comes for keeps all later ones in the list
+        if len(self._order) > 2 * self._held + 1_000:  # a row that is never read keeps all later ones in the list
             self._order = deque((name, row) for name, row in self._order if row in self._lanes[name].rows)
         while self._order:
             name, row = self._order[0]

@@ -1,9 +1,9 @@
 """The log, with bodies from a replication stream: another way to read the same table.
 
-Which rows come next, and how far a lane has come, is decided as in `stores.log`: by a look at the table, with its
-cursor. Of rows that the stream has brought already, the look tells only where they stand, and the rest is taken from
-the buffer; what that lacks is read from the table. So a stream that is slow, cut, or whose slot is lost costs nothing
-but a little speed, and brings nothing that is not committed in the table.
+The next rows and the position of a lane are determined as in `stores.log`: by a read of the table with the lane's
+cursor. For rows that the stream has delivered, the read returns only their places, and the buffer has their content.
+Missing content is read from the table. So a slow or lost stream, or a lost slot, costs only some speed, and an
+uncommitted row is never sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CdcStore(LogStore):
 
 
 class _StreamReader(RowReader):
-    """Looks for places of rows, and fills them from the buffer."""
+    """Reads the places of rows, and fills in their content from the buffer."""
 
     at_a_glance = False
 
@@ -49,7 +49,7 @@ class _StreamReader(RowReader):
             found = super().glance(connection, parameters)
             return found if _told(found)[1] is not None else self._read(found, parameters)
         found = self.questions.glances_at_places[bool(parameters["running"])].fetch(connection, parameters | span)
-        if _told(found)[1] is not None:  # a late row: there will be a closer look
+        if _told(found)[1] is not None:  # a late row: a full read follows
             return found
         return self._filled(connection, found, parameters) or super().glance(connection, parameters)
 
@@ -57,12 +57,12 @@ class _StreamReader(RowReader):
         if (span := self._span(parameters)) is None:
             return self._read(super().look(connection, looks, parameters), parameters)
         found = looks.places.fetch(connection, parameters | span)
-        if looks is self.questions.poll and _told(found)[1] > parameters["limit"]:  # then they are paged through
+        if looks is self.questions.poll and _told(found)[1] > parameters["limit"]:  # then they are read in pages
             return found
         return self._filled(connection, found, parameters) or super().look(connection, looks, parameters)
 
     def _span(self, parameters: dict[str, Any]) -> dict[str, int] | None:
-        if "detour" in parameters:  # such a look tells how far it has come, which is true of whole pages only
+        if "detour" in parameters:  # this read also returns how far it came, which holds for whole pages only
             return None
         span = self._buffer.span(LaneName(parameters["route"], parameters["shard"]))
         return None if span is None else {"elsewhere_from": span[0], "elsewhere_to": span[1]}
@@ -70,19 +70,19 @@ class _StreamReader(RowReader):
     def _filled(
         self, connection: Connection, found: Sequence[Any], parameters: dict[str, Any]
     ) -> list[tuple[Any, ...]] | None:
-        """The look with the rows that it has named, up to the one with which a limit is reached; nothing if it must be
-        done again, without us.
+        """The result with the content of its rows, up to the row that reaches a limit. None if the read must be
+        repeated without the buffer.
         """
         lane, buffer = LaneName(parameters["route"], parameters["shard"]), self._buffer
         told = _told(found)
-        if told[5] is not None:  # we may not look
+        if told[5] is not None:  # this server or role may not be read
             return [*found]
-        if told[6] != buffer.server:  # another server, where an id may stand for something else
+        if told[6] != buffer.server:  # on another server, an id may be another row
             return None
         places = sorted((values for values in found if values[0] < _LOOK), key=itemgetter(1))[: parameters["limit"]]
         at_hand, streamed = dict[int, tuple[Any, ...]](), set[int]()
         for place in places:
-            if place[2] is not None:  # it came with the look
+            if place[2] is not None:  # the read has its content
                 if place[7] is not None:
                     at_hand[place[1]] = tuple(place)
             elif place[3] is not None and (row := buffer.get(lane, place[1], int(place[3]))) is not None:
@@ -110,7 +110,7 @@ class _StreamReader(RowReader):
         return [*filled, *(values for values in found if values[0] >= _LOOK)]
 
     def _read(self, found: Sequence[Any], parameters: dict[str, Any]) -> Sequence[Any]:
-        """All of it came from the table."""
+        """Return a result that came from the table alone."""
         rows = [values[1] for values in found if values[0] < _LOOK]
         self._buffer.passed(LaneName(parameters["route"], parameters["shard"]), rows)
         self._count(0, len(rows))

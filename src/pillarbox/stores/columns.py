@@ -28,7 +28,7 @@ from sqlalchemy.sql.functions import FunctionElement
 class ByteExact(types.TypeDecorator[str]):
     """Text that is compared byte by byte: no collation, no padding, no folding of case or accents.
 
-    MySQL's binary collations still ignore trailing spaces, so there the column holds bytes.
+    MySQL's binary collations still ignore trailing spaces, so there the column is binary.
     """
 
     impl = String
@@ -54,7 +54,7 @@ class ByteExact(types.TypeDecorator[str]):
 
 
 class Utc(types.TypeDecorator[datetime]):
-    """An aware moment in UTC, to the microsecond."""
+    """A time with zone in UTC, to the microsecond."""
 
     impl = DateTime
     cache_ok = True
@@ -80,7 +80,7 @@ class Utc(types.TypeDecorator[datetime]):
 
 
 class LongBytes(types.TypeDecorator[bytes]):
-    """Bytes of any length; MySQL's default would end at 64 kB."""
+    """Bytes of any length; MySQL's default ends at 64 kB."""
 
     impl = LargeBinary
     cache_ok = True
@@ -94,7 +94,7 @@ class LongBytes(types.TypeDecorator[bytes]):
 
 
 class LongText(types.TypeDecorator[str]):
-    """Text of any length; MySQL's default would end at 64 kB."""
+    """Text of any length; MySQL's default ends at 64 kB."""
 
     impl = Text
     cache_ok = True
@@ -108,7 +108,7 @@ class LongText(types.TypeDecorator[str]):
 
 
 class JsonText(LongText):
-    """JSON, written and read as the text that it is; PostgreSQL keeps it in a column that people can look into."""
+    """JSON, written and read as text. On PostgreSQL the column has a JSON type, so that operators can query it."""
 
     cache_ok = True
 
@@ -124,7 +124,7 @@ class _PostgresJson(types.UserDefinedType[str]):
 
 
 class TransactionId(types.UserDefinedType[int]):
-    """The number of a transaction, on PostgreSQL."""
+    """A transaction id, on PostgreSQL."""
 
     cache_ok = True
 
@@ -137,7 +137,7 @@ Name = String(400)
 
 
 class _FromNow(FunctionElement[datetime]):
-    """The database's clock at the moment of evaluation, not at the start of the transaction, some seconds ahead."""
+    """The database's clock at the moment of evaluation, not at the start of the transaction, plus some seconds."""
 
     type = Utc()
     name = "from_now"
@@ -145,7 +145,7 @@ class _FromNow(FunctionElement[datetime]):
 
 
 def from_now(seconds: float | BindParameter[float] = 0.0) -> _FromNow:
-    """Now, by the database's clock, plus some seconds."""
+    """Now by the database's clock, plus some seconds."""
     return _FromNow(seconds if isinstance(seconds, BindParameter) else literal(float(seconds)))
 
 

@@ -1,13 +1,12 @@
-"""Letting go of whole days: a partition of the outbox goes when every row in it may go.
+"""Pruning of whole days: a partition of the outbox is dropped when all its rows have expired.
 
-A day is dropped, not deleted from: no row is touched, nothing is left for vacuum, and the space is there at once. What
-may go is what `stores.retention` says, asked of all rows of the partition. While they are asked, under a lock that lets
-nobody write into this day, no row can come: a transaction that has written one and is not at its end holds a lock of
-its own, and the day stays. Only then is the outbox itself locked, for as long as it takes to change the catalogs.
+Dropping touches no row, leaves nothing to vacuum, and frees the space at once. `stores.retention` decides about all
+rows of the partition, under a lock that excludes writers of this day, so no row can be added meanwhile. A running
+transaction that has written a row holds a conflicting lock, and the day stays. The outbox itself is locked only then,
+while the catalogs change.
 
-Days are kept whole, so that they can go whole: what is old in a day that is not yet over, or not yet old, stays until
-all of it is. A day that could not go within a day more, since something in it waits for a person, loses the rest row by
-row, and so does the default partition.
+Rows of a day stay until the whole day can be dropped, even if some of them have expired. If something in it still waits
+for an operator a day later, the other rows are deleted one by one. So are rows of the default partition.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _GRACE = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a day."""
+    """The decision about a day."""
 
     part: Part
     rows: int
     stay: int
-    """How many of them may not go, or not yet."""
+    """Number of rows that may not be deleted, or not yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What goes by days, and where the rest is to be looked for."""
+    """The days to drop, and the stretches for the remaining rows."""
 
     layout: Layout
     fates: Sequence[Fate]
@@ -46,13 +45,13 @@ class Survey:
 
     @property
     def doomed(self) -> list[Fate]:
-        """Days that go."""
+        """Days to drop."""
         return [fate for fate in self.fates if not fate.stay]
 
 
 def survey(connection: Connection, scope: Scope, places: Sequence[Stretch]) -> Survey:
-    """Which days may go, of those that are over. Nothing changes where there are no days, or what is to go is no whole
-    one, or this role may not drop them.
+    """Find the expired days among those that are over. Without partitions, without a whole day to drop, or without the
+    rights of this role, the stretches stay as they are.
     """
     found = layout(connection)
     if not found.partitioned or not found.owned or scope.route is not None:
@@ -72,7 +71,7 @@ def survey(connection: Connection, scope: Scope, places: Sequence[Stretch]) -> S
 
 
 def drop(connection: Connection, part: Part, scope: Scope, places: Sequence[Stretch]) -> Fate:
-    """Drop a day, in a transaction of its caller, unless something in it must stay. `is_busy` tells about errors."""
+    """Drop a day in the caller's transaction, unless a row in it must stay. See `is_busy` for errors."""
     alone(connection)
     guard(connection)
     waits_briefly(connection)
@@ -85,8 +84,8 @@ def drop(connection: Connection, part: Part, scope: Scope, places: Sequence[Stre
 
 
 def probe(connection: Connection, part: Part) -> None:
-    """Take the locks that dropping a day takes, and nothing else, in a transaction of its caller. Counting its rows may
-    take long, and is in vain as long as somebody is in the way.
+    """Take only the locks that dropping a day takes, in the caller's transaction. Counting its rows may take long, and
+    is useless while another transaction holds a lock.
     """
     waits_briefly(connection)
     connection.exec_driver_sql(
@@ -124,7 +123,7 @@ _COUNT = f"""
     LEFT JOIN unnest(CAST(:routes AS bigint[]), CAST(:shards AS integer[]), CAST(:passed AS text[]),
                      CAST(:told AS text[])) AS p(route, shard, passed, told) ON p.route = o.route AND p.shard = o.shard
 """  # noqa: S608  constants
-"""Every row of a day, and those that may not go: as `retention.page` has it, for all lanes at once."""
+"""Number of rows of a day, and of those that may not be deleted: as in `retention.page`, for all lanes at once."""
 _RECORDS = """
     DELETE FROM pillarbox_failures f USING {} o
     WHERE f.route = o.route AND f.shard = o.shard AND f.row_id = o.id AND f.status IN ('DISCARDED', 'SENT')

@@ -17,17 +17,17 @@ _OF_CONSUMERS = {
     INBOUND: routes.c.destination == INBOX_DESTINATION,
     OUTBOUND: routes.c.destination == LOCAL,
 }
-"""The routes that lead to consumers, by the tables of their deliveries."""
+"""The routes to consumers, by the tables of their deliveries."""
 
 
 def dead_letters(
     connection: Connection, table: str, consumer: str | None, tenant: str | None, *, after: int, limit: int
 ) -> Sequence[DeadLetter]:
-    """Failed deliveries of this consumer, or of all, in the order of their ids, from behind ``after``."""
+    """Failed deliveries of this consumer, or of all consumers, in the order of their ids, after ``after``."""
     o, f = deliveries[table], failures
     is_its_row = and_(o.c.route == f.c.route, o.c.shard == f.c.shard, o.c.id == f.c.row_id, o.c.status != Status.SENT)
     if connection.dialect.name == "postgresql":
-        is_its_row = and_(is_its_row, o.c.status == Status.PENDING)  # led by the lane's index
+        is_its_row = and_(is_its_row, o.c.status == Status.PENDING)  # so that the lane's index is used
     found = (
         select(
             f.c.row_id,
@@ -68,7 +68,7 @@ def _is(column: ColumnElement[Any], value: str | None) -> list[ColumnElement[boo
 
 
 def count_dead_letters(connection: Connection) -> dict[str, int]:
-    """How many each consumer has."""
+    """Number of dead letters per consumer."""
     found = (
         select(routes.c.topic, func.count().label("number"))
         .select_from(failures.join(routes, routes.c.id == failures.c.route))

@@ -1,4 +1,4 @@
-"""Database URLs, the async driver that each of them needs, and engines with it."""
+"""Database URLs, their async drivers, and engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITE_A_URL = (
 
 
 def with_driver(url: str | URL) -> URL:
-    """The URL with an async driver: the usual one, if it names none. No message holds it: it may have a password."""
+    """The URL with an async driver, by default the usual one. Errors do not quote the URL: it may have a password."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -40,7 +40,7 @@ def with_driver(url: str | URL) -> URL:
 
 
 def engine_for(url: str | URL, **options: Any) -> AsyncEngine:
-    """An engine for a URL, with the usual async driver if it names none. Nothing is connected to yet."""
+    """An engine for a URL, by default with the usual async driver. Opens no connection."""
     full = with_driver(url)
     try:
         return create_async_engine(full, **options)

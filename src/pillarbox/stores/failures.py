@@ -1,10 +1,11 @@
-"""The failure book: what has failed in a lane, and what waits behind it. Only the lane's owner writes into it.
+"""The failure book: failed deliveries of a lane, and the deliveries that wait behind them. Only the lane's owner writes
+to it.
 
-Among the waiting rows of a key the first one decides. It is RETRYING with a time, or FAILED and needs a person; the
-rows behind it are PARKED. When the first one is gone, the next becomes RETRYING and is due at once. What a person has
-discarded, or sent in another form, is kept in the book as long as the row itself.
+The first waiting row of a key decides: it is RETRYING until its due time, or FAILED and waits for an operator. The rows
+behind it are PARKED. When the first one is gone, the next becomes RETRYING and is due at once. Discarded and edited
+rows stay in the book as long as in the outbox.
 
-The rules are here, for every store. What a store adds is how its database is asked, and which rows are on their way:
+The rules are the same for all stores. A store adds its statements and the rows that are in flight:
 `stores.log_failures` and `stores.queue_failures`.
 """
 
@@ -29,20 +30,20 @@ from .tables import requests
 
 WAITING = frozenset({Status.RETRYING, Status.PARKED, Status.FAILED})
 _KEYS_WITH_FOLLOWERS = 8
-"""How many keys of a page bring the rows behind their first one: each costs a statement."""
+"""Number of keys in a page whose followers are read too: each costs a statement."""
 _KEYS_AT_ONCE = 10_000
-"""A statement takes only so many ids."""
+"""Most ids of a statement."""
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Where a row stands, and what it is ordered by."""
+    """Position and key of a row."""
 
     at: RowAt
     key: Key
 
     @property
     def ahead(self) -> Ahead:
-        """The row, and whose it is."""
+        """The row and its tenant."""
         return Ahead(self.at, self.key.tenant)
 
 
@@ -53,7 +54,7 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is written about a row."""
+    """The new entry of a row."""
 
     row: int
     tenant: str | None
@@ -61,41 +62,41 @@ class Written(msgspec.Struct, frozen=True, omit_defaults=True):
     status: Status
     attempts: int
     available_in: float | None = None
-    """Seconds until its next attempt; None: it waits for another row, or for a person, or has come to its end."""
+    """Seconds until the next attempt. None: it waits for another row or an operator, or it is final."""
     last_error: str | None = None
-    """None keeps the error that is there."""
+    """None keeps the stored error."""
 
 
 class Book(NamedTuple):
-    """The statements about the book, in the SQL of one database. Each is about one lane, which `place` names."""
+    """The statements about the book, in the SQL of one database. Each is about one lane, given by `place`."""
 
     known: Any
-    """Of the rows ``ids``: where they stand, and their keys."""
+    """Positions and keys of the rows ``ids``."""
     failed: Any
-    """What the book says about the rows ``ids``."""
+    """Entries of the rows ``ids``."""
     heads: Any
-    """The rows that are due and the first of their keys."""
+    """Rows that are due and first of their keys."""
     followers: Any
-    """The waiting rows of a key behind a row of it, with 'due' if they may follow."""
+    """Waiting rows of a key behind one of its rows, with 'due' if they may follow."""
     redone: Any
     """The rows ``ids`` as they are to be sent, with their schema versions."""
     taken: Any
     """Whether an event id is taken."""
     firsts: Any
-    """For keys, each by one of its rows: the first row that later ones must not overtake."""
+    """For keys, each given by a row: the first row that later ones must not overtake."""
     write: Any
     promote: Any
-    """The parked rows ``ids`` are due now."""
+    """Make the parked rows ``ids`` due."""
     done: tuple[Any, ...]
-    """The rows ``ids`` are at the destination."""
+    """Mark the rows ``ids`` as sent."""
     redrive: Any
     edit: Any
     forget: Any
-    """The requests ``ids`` are carried out."""
+    """Delete the requests ``ids``, which were carried out."""
 
 
 class Failures:
-    """What the owner of a lane knows and writes about its failed rows, in one transaction."""
+    """The failed rows of a lane, read and written in one transaction."""
 
     def __init__(self, connection: Connection, lane: Lane, table: str) -> None:
         self.lane = lane
@@ -106,12 +107,12 @@ class Failures:
         self._book = self.statements()
         self._claims = Claims(connection, lane, table)
         self._touched: dict[Key, int] = {}
-        """Keys whose first row may be another one now, each with one of its rows."""
+        """Keys whose first row may have changed, each with one of its rows."""
 
-    # -- what a store adds ---------------------------------------------------------------------------------------------
+    # -- for stores to override ----------------------------------------------------------------------------------------
 
     def statements(self) -> Book:
-        """What the database understands."""
+        """The statements of the database."""
         raise NotImplementedError
 
     def columns(self, rows: Sequence[Written]) -> dict[str, Any]:
@@ -119,28 +120,28 @@ class Failures:
         raise NotImplementedError
 
     def redone(self) -> Sequence[int]:
-        """The rows of the announced batch that may have failed before."""
+        """Rows of the announced batch that may have failed before."""
         raise NotImplementedError
 
     def settled(self) -> Sequence[int]:
-        """Those of them that are at the destination once the batch is settled."""
+        """The redone rows that are at the destination once the batch is settled."""
         raise NotImplementedError
 
     def is_sending(self, row: Known, lane: Lane) -> bool:
-        """Whether the row is on its way in the batch that the lane has announced."""
+        """Whether the row is in flight in the announced batch."""
         raise NotImplementedError
 
     def is_passed(self, row: Known, lane: Lane) -> bool:
-        """Whether the lane has come past a row that the book does not know."""
+        """Whether the lane has passed a row that is not in the book."""
         raise NotImplementedError
 
     def changed(self, rows: Collection[int]) -> None:
-        """What the book says about these rows has changed."""
+        """Called when the entries of these rows have changed."""
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
 
     def know(self, rows: Iterable[int]) -> Mapping[int, Known]:
-        """Where rows of the lane stand; those that are not there are left out."""
+        """Positions and keys of rows of the lane. Missing rows are left out."""
         wanted = {*rows}
         if ids := sorted(wanted - self._known.keys()):
             for row, xid, tenant, key in self._ask(self._book.known, ids=ids):
@@ -148,7 +149,7 @@ class Failures:
         return {row: self._known[row] for row in wanted & self._known.keys()}
 
     def redo(self, limit: int, max_bytes: int, paused: Sequence[str]) -> list[Row]:
-        """The rows that are due and first of their keys, filled up with those behind them."""
+        """The rows that are due and first of their keys, followed by the rows behind them as far as there is room."""
         asked = {"limit": limit, "max_bytes": max_bytes, "sending": [*self.redone()], "paused": [*paused]}
         found = [row_of(values) for values in self._ask(self._book.heads, **asked)]
         room, left = limit - len(found), max_bytes - sum(len(row.body) for row in found)
@@ -165,12 +166,12 @@ class Failures:
                 room, left = room - 1, left - len(row.body)
         return sorted(found, key=attrgetter("id"))
 
-    # -- what becomes of rows ------------------------------------------------------------------------------------------
+    # -- results of batches --------------------------------------------------------------------------------------------
 
     def fail(
         self, failures: Sequence[Failure], batch: Collection[int], counted: Mapping[int, int] | None = None
     ) -> None:
-        """These rows, of the batch or failed before, are tried again later, or not at all."""
+        """Schedule the next attempt of these rows, of the batch or failed before, or mark them as failed."""
         again = [failure.row for failure in failures if not failure.error and failure.row not in batch]
         too_late = {*again} - {row for row, failed in self._failed(again).items() if failed.status in WAITING}
         due = [failure for failure in failures if failure.row not in too_late]
@@ -178,7 +179,7 @@ class Failures:
         written = []
         for failure in due:
             row, attempts = failure.row, failure.attempts
-            if not failure.error:  # it is no attempt: then a person may have set them back meanwhile
+            if not failure.error:  # not an attempt: a redrive may have reset the attempts meanwhile
                 attempts = min(attempts, before[row].attempts if row in before else (counted or {}).get(row, 0))
             status = Status.FAILED if failure.retry_after is None else Status.RETRYING
             key = self._known[row].key
@@ -188,18 +189,18 @@ class Failures:
             self._claims.gate([it.row for it in written if it.status is Status.FAILED], gate=False)
 
     def park(self, rows: Sequence[int], batch: Collection[int]) -> None:
-        """These rows go behind a failed one of their key."""
+        """Park these rows behind a failed one of their key."""
         before = self._admit(rows, batch, (Status.RETRYING, Status.PARKED))
         attempts = {row: failed.attempts for row, failed in before.items()}
         of = {row: self._known[row].key for row in rows}
         self._write([Written(row, of[row].tenant, of[row].key, Status.PARKED, attempts.get(row, 0)) for row in rows])
 
     def failed_before(self, rows: Iterable[int]) -> Collection[int]:
-        """Which of the rows have failed before."""
+        """The rows of these that have failed before."""
         return self._failed(rows).keys()
 
     def count_attempts(self, attempts: Mapping[int, int]) -> None:
-        """Of failed rows that are being sent again."""
+        """Store the attempts of failed rows that are being sent again."""
         at_once = {Status.RETRYING: 0.0}
         self._write(
             [
@@ -209,14 +210,14 @@ class Failures:
         )
 
     def settle(self) -> None:
-        """The failed rows of the announced batch are at the destination."""
+        """Mark the failed rows of the announced batch as sent."""
         if before := self._failed(self.settled()):
             self._touched |= {failed.key: row for row, failed in before.items()}
             for statement in self._book.done:
                 self._do(statement, ids=sorted(before))
 
     def unpark_skipped(self) -> None:
-        """The route may have parked rows behind dead ones until it was told to skip these: wake them."""
+        """Make rows due that were parked behind failed ones before the route changed to skip."""
         self._claims.open_gates()
         waits = (book.c.route == self.lane.route.id, book.c.shard == self.lane.shard, book.c.status == Status.PARKED)
         one_of_each = select(book.c.tenant, book.c.key, func.min(book.c.row_id)).where(*waits)
@@ -226,7 +227,7 @@ class Failures:
             self.after(self.lane)
 
     def after(self, lane: Lane) -> Lane:
-        """What is true of the lane after all that: who is first of the keys, and which keys wait."""
+        """The lane after these changes: promotes the first rows of the changed keys and updates the waiting keys."""
         if not self._touched:
             return lane
         keys = sorted(self._touched, key=lambda key: (key.key, key.tenant or ""))
@@ -242,7 +243,7 @@ class Failures:
             self._do(self._book.promote, ids=promoted)
             self.changed(promoted)
         if come <= lane.waiting and gone.isdisjoint(lane.waiting):
-            return lane  # there may be a million of them
+            return lane  # avoids a copy: there may be a million keys
         return replace(lane, waiting=(lane.waiting - gone) | come)
 
     def _failed(self, rows: Iterable[int]) -> dict[int, _Failed]:
@@ -254,7 +255,9 @@ class Failures:
         }
 
     def _admit(self, rows: Sequence[int], batch: Collection[int], statuses: Collection[Status]) -> dict[int, _Failed]:
-        """Those of the rows that have failed before. The others must be of the batch."""
+        """Entries of the rows that have failed before. Raises `StoreError` for a row that is neither of the batch nor
+        in a permitted state.
+        """
         if not rows:
             return {}
         known, before = self.know(rows), self._failed(rows)
@@ -279,11 +282,11 @@ class Failures:
     def _do(self, statement: Any, **parameters: Any) -> None:
         self.connection.execute(statement, {**self.place, **parameters})
 
-    # -- what people ask for -------------------------------------------------------------------------------------------
+    # -- requests of operators -----------------------------------------------------------------------------------------
 
     def carry_out(self, following: Lane, ids: Sequence[int]) -> None:
-        """Do what was asked, in that order. A row that is being sent keeps its request. What took effect already is
-        tried again, whatever was asked: that settles it, and nothing else.
+        """Carry out these requests in their order. A row in flight keeps its request. A message that has taken effect
+        is redriven, whatever was requested: this settles its row without a further effect.
         """
         if not ids:
             return
@@ -325,13 +328,13 @@ class Failures:
         if failed is None or failed.status not in (Status.FAILED, Status.RETRYING) or event_id is None or body is None:
             return
         found = self._ask(self._book.redone, ids=[row])
-        if not found:  # somebody has deleted the row by hand
+        if not found:  # the row was deleted by hand
             return
         old = row_of(found[0])
         headers = dict(old.headers)
-        if event_id != old.event_id:  # what has come in stays the event that it is
+        if event_id != old.event_id:  # an inbound message keeps its event id
             if self._ask(self._book.taken, event_id=event_id, schema_version=found[0][-1]):
-                return  # this very edit perhaps: asked twice, it is done once
+                return  # possibly this very edit: requested twice, it is done once
             headers |= {"event_id": str(event_id), "original_event_id": str(old.event_id)}
         told = msgspec.json.encode(headers).decode()
         self._do(self._book.edit, row_id=row, event_id=event_id, body=body, headers=told)
@@ -352,12 +355,12 @@ decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def text_of(value: Any) -> Any:
-    """A key or a tenant: MariaDB and MySQL keep their bytes."""
+    """A key or tenant as text: MariaDB and MySQL store bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def row_of(values: Sequence[Any]) -> Row:
-    """A row from what the driver gives, whatever is behind it."""
+    """A row from the driver's values. Further values are ignored."""
     row_id, event, topic, key, tenant, headers, body, attempts, *_ = values
     return Row(
         row_id,

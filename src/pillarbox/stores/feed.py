@@ -1,8 +1,8 @@
-"""The stream of one relay: kept up, looked after, and never waited for.
+"""The stream of one relay: kept open, checked, and never waited for.
 
-What it brings goes to the buffer, and rings for its lanes; a commit can be on the stream before other connections see
-it, so lanes are rung again until a look has named their rows. When the stream is lost, for whatever reason, the buffer
-is emptied, an alarm goes out, and it is tried again, less and less often. Meanwhile the relay reads from the table.
+Streamed rows go to the buffer and wake their lanes. A commit can be on the stream before other connections see it, so
+lanes are woken repeatedly until a read has named their rows. When the stream is lost, the buffer is emptied, the loss
+is reported, and the stream is reopened with backoff. Meanwhile the relay reads from the table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Unpublished(Exception):  # noqa: N818  an outcome
 
 
 class Feed:
-    """Keeps a buffer filled while its relay runs. ``slot`` is the name of a slot that is kept when it does not."""
+    """Fills a buffer while its relay runs. ``slot`` names a slot that outlives the relay."""
 
     def __init__(
         self, engine: AsyncEngine, buffer: Buffer, *, relay: str, slot: str | None = None, signals: Signals = SILENT
@@ -63,24 +63,24 @@ class Feed:
         self._lanes: Container[LaneName] = ()
         self._new: set[LaneName] = set()
         self._again: dict[LaneName, tuple[float, float]] = {}
-        """When a lane is rung again, and how long after the last time."""
+        """When a lane is woken again, and the delay before it."""
         self._alarm = Alarm(self._ring_again)
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = slot
-        """The slot of now."""
+        """Name of the current slot."""
         self._was_up, self._up_at = False, float("inf")
         self._said: str | None = None
         self._strained = self._slot_gone = self._left_behind = False
-        """What was said of the slot, and need not be said again."""
+        """Conditions of the slot that were reported already."""
         self.state: Literal["off", "starting", "up", "down"] = "off"
 
     @property
     def works(self) -> bool:
-        """Whether commits are heard of by it now."""
+        """Whether the stream currently reports commits."""
         return self.state == "up"
 
     def start(self, hearer: Hearer, lanes: Container[LaneName]) -> None:
-        """Begin, in the background. Only rows of ``lanes`` are kept, and ``hearer`` is told about them."""
+        """Start in the background. Only rows of ``lanes`` are kept, and ``hearer`` is called for them."""
         self._hearer, self._lanes = hearer, lanes
         self.state = "starting"
         for reason in ("connection", "slot", "publication", "refused"):
@@ -92,7 +92,7 @@ class Feed:
         ]
 
     async def stop(self) -> None:
-        """End, and keep nothing."""
+        """Stop, and empty the buffer."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -105,12 +105,12 @@ class Feed:
         self.state = "off"
 
     def samples(self) -> Iterator[Sample]:
-        """What gauges show of it."""
+        """Its gauges."""
         if self.state != "off":
             yield Sample(telemetry.STREAMS_DOWN, (), self.state != "up")
             yield Sample(telemetry.STREAM_BUFFER, (), self._buffer.bytes)
 
-    # -- keeping it up -------------------------------------------------------------------------------------------------
+    # -- the stream ----------------------------------------------------------------------------------------------------
 
     async def _keep_up(self) -> None:
         failures = 0
@@ -118,7 +118,7 @@ class Feed:
             try:
                 await self._stream()
             except Exception as error:
-                # One that comes up and fails at once, again and again, is no better than none.
+                # A stream that opens and fails at once, repeatedly, is no better than none.
                 lasted = asyncio.get_running_loop().time() - self._up_at > AGAIN.cap
                 failures = 1 if lasted else failures + 1
                 self._lost(error)
@@ -161,7 +161,7 @@ class Feed:
                 await asyncio.gather(reading, checking, return_exceptions=True)
 
     async def _check(self, stream: Stream) -> None:
-        """Look at it from the other side, now and again: some losses a stream does not tell."""
+        """Check the stream on the server from time to time: some losses are invisible in the stream."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             tables = await self._asked(published)
@@ -171,7 +171,7 @@ class Feed:
                 raise _Unpublished("pillarbox_outbox is another table than when the stream began")
 
     async def _watch(self) -> None:
-        """The slot, all the time: the server keeps WAL for it while it is made, and while nobody gets to read it."""
+        """Check the slot all the time: the server keeps WAL for it while it is created, and while it has no reader."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             for slot in await self._asked(slot_states) or ():
@@ -192,7 +192,7 @@ class Feed:
         self._strained = slot.strains
 
     async def _asked(self, question: Callable[..., T], *values: Any) -> T | None:
-        """What the database says; nothing if it cannot be asked."""
+        """The database's answer, or None if it cannot be queried."""
         try:
             async with self._engine.connect() as connection:
                 return await connection.run_sync(question, *values)
@@ -200,7 +200,7 @@ class Feed:
             logger.debug("relay %s: its stream cannot be looked at: %s", self._relay, _said(error))
             return None
 
-    # -- what people hear of it ----------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def _up(self, stream: Stream) -> None:
         if self._said is not None:
@@ -253,10 +253,10 @@ class Feed:
         level = logging.ERROR if event.level == "error" else logging.WARNING
         logger.log(level, "relay %s: %s", self._relay, what, extra=extra)
 
-    # -- ringing -------------------------------------------------------------------------------------------------------
+    # -- waking lanes --------------------------------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        """There are new rows in some lanes."""
+        """Wake the lanes that have new rows."""
         if not self._new:
             return
         self._hearer(self._new)
@@ -267,8 +267,8 @@ class Feed:
         self._alarm.set(RING_AGAIN)
 
     def _ring_again(self) -> None:
-        """Lanes whose rows nobody has named yet may have looked too early. Each is rung a few times, less and less
-        often: its rows may be a tenant's who is paused.
+        """Wake lanes with unnamed rows again, which may have read too early. A few times each, with growing delays: the
+        rows may belong to a paused tenant.
         """
         now = asyncio.get_running_loop().time()
         due = {lane: pause for lane, (at, pause) in self._again.items() if at <= now}
@@ -290,7 +290,7 @@ def _said(error: BaseException) -> str:
     return redacted(f"{type(error).__name__}: {said}{hint}")
 
 
-# What refuses a connection has no code, only words.
+# A refused connection has no error code, only a text.
 _HINTS = (
     ("max_wal_senders", "; raise max_wal_senders"),
     (

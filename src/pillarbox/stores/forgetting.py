@@ -1,7 +1,7 @@
-"""Forgetting a consumer that is gone: what the database has of it is removed, portion by portion.
+"""Removal of a consumer: deletes its rows in portions.
 
-Each portion is a short transaction, which first sees that no process of the consumer is alive. What names the consumer
-goes last, so a run that was stopped is finished by another one.
+Each portion is a short transaction, which first checks that no process of the consumer is alive. The consumer's own row
+is deleted last, so another run can finish an interrupted one.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .tables import claims, consumers, deliveries, inbox, lanes, routes
 
 AT_ONCE = 5_000
 SEEN_OF_LATE = 15.0
-"""Seconds for which a consumer counts as alive after a process of it has reported how far it has come."""
+"""Seconds for which a consumer counts as alive after a process of it has reported its progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What the database has of a consumer."""
+    """The rows of a consumer in the database."""
 
     record: ConsumerRecord
     routes: Sequence[RouteRecord]
-    """By which its deliveries come to it, and copies of its dead letters go out."""
+    """Routes of its deliveries and of the copies of its dead letters."""
     inbox: int = 0
     """Rows of its inbox."""
     deliveries: int = 0
     waiting: int = 0
-    """Messages that have not taken effect, dead letters among them."""
+    """Messages that have not taken effect, including dead letters."""
 
 
 def remains(connection: Connection, name: str) -> Remains:
-    """What there is of a consumer. `StoreError` if there is no such, or if a process of it is alive."""
+    """The rows of a consumer. Raises `StoreError` if it does not exist, or if a process of it is alive."""
     this = _remains(connection, name)
     numbers = inbox.c.consumer.in_(_numbers(this.record))
     rows = [_count(connection, deliveries[route.table], _is_of(connection, route)) for route in this.routes]
@@ -58,8 +58,8 @@ def remains(connection: Connection, name: str) -> Remains:
 
 
 def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, int] | None:
-    """Remove the next portion: of what, and how many rows; None when all of it has gone, and the consumer with it.
-    `StoreError` if it is alive, or if messages wait for it and nobody says that they may be discarded.
+    """Delete the next portion. Returns what was deleted and the number of rows, or None when everything is gone,
+    including the consumer. Raises `StoreError` if it is alive, or if messages wait for it and ``discard`` is not set.
     """
     alone(connection)
     guard(connection)
@@ -80,7 +80,7 @@ def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, in
 
 
 def waits(name: str, count: int) -> str:
-    """Why a consumer is not forgotten."""
+    """The reason for which a consumer is not removed."""
     return (
         f"messages wait for {name} ({count:,}, dead letters and copies of them that are not sent yet included): start "
         "it and a relay; or say --discard, and they never take effect"
@@ -93,7 +93,7 @@ def _remains(connection: Connection, name: str) -> Remains:
         raise StoreError(f"there is no consumer {name!r}: see `pillarbox consumers list`")
     leading = select(routes).where(routes.c.destination.in_((INBOX_DESTINATION, LOCAL)), routes.c.topic == name)
     to_it = [route_record(row._mapping) for row in connection.execute(leading)]
-    to_it = [route for route in to_it if route.topic == name]  # some databases compare text by its meaning
+    to_it = [route for route in to_it if route.topic == name]  # some databases compare text without regard to case
     copies = route_named(connection, f"dlq:{name}")
     this = Remains(found[name], to_it if copies is None else [*to_it, copies])
     _check_gone(connection, this)
@@ -113,12 +113,12 @@ def _check_gone(connection: Connection, this: Remains) -> None:
 
 
 def _numbers(record: ConsumerRecord) -> list[int]:
-    """Of its generations in the inbox: that of a rebuild that died included."""
+    """Numbers of its generations in the inbox, including the one of an interrupted rebuild."""
     return [consumer_id(record.name, generation) for generation in range(1, record.generation + 2)]
 
 
 def _waiting(connection: Connection, this: Remains) -> int:
-    """Each message that came in has a claim; a delivery of the outbox waits until it is sent."""
+    """Messages that wait: each received message has a claim, and a delivery of the outbox waits until it is sent."""
     count = _count(connection, claims, claims.c.consumer == consumer_id(this.record.name))
     for route in this.routes:
         if route.table == OUTBOUND:
@@ -142,7 +142,7 @@ def _is_of(connection: Connection, route: RouteRecord) -> ColumnElement[bool]:
 
 
 def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, TextClause, Mapping[str, Any]]]:
-    """What is removed, and by which statement: first what lets anything take effect."""
+    """The deletions in their order, beginning with the rows that can take effect."""
     dialect, postgres = connection.dialect.name, _is_postgres(connection)
     number = consumer_id(this.record.name)
     yield (
@@ -155,7 +155,7 @@ def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, Text
         values = {"route": route.id}
         yield "requests", _delete(dialect, "pillarbox_requests", "id", of_route), values
         yield "failures", _delete(dialect, "pillarbox_failures", "route, shard, row_id", of_route), values
-        # There the index of a lane has all rows but those that were restored as history, which are pruned.
+        # On PostgreSQL the index of a lane has all rows except restored history, which pruning removes.
         unsent = f"{of_route} AND status <> 'SENT'" if postgres else of_route
         yield "deliveries", _delete(dialect, route.table, "id", unsent), values
         if postgres:
@@ -165,7 +165,7 @@ def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, Text
 @cache
 def _delete(dialect: str, table: str, key: str, these: str) -> TextClause:
     """Delete up to ``limit`` of these rows."""
-    # In partitions there may be several rows at one place: the condition holds for all that go.
+    # In partitions, several rows may have the same ctid: the condition holds for all rows that are deleted.
     places = f"SELECT ctid FROM {table} WHERE {these} LIMIT :limit"  # noqa: S608  constants
     found = {
         "postgresql": f"ctid = ANY (ARRAY({places})) AND {these}",

@@ -1,4 +1,4 @@
-"""Who this installation is to brokers that deduplicate: a part of the name of every producer."""
+"""The installation id: part of every producer name at brokers that deduplicate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .trail import Author, note
 
 
 def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:
-    """Become another installation, in a transaction of its caller: the new id, how many batches were announced and not
-    settled, of which what has left leaves again, and the number of the row in the trail.
+    """Draw a new installation id in the caller's transaction. Returns the id, the number of announced batches that were
+    not settled, whose sent messages are sent again, and the id of the audit entry.
     """
     before: UUID = connection.execute(select(meta.c.install_id).with_for_update()).scalar_one()
     held = (

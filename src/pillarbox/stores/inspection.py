@@ -1,9 +1,7 @@
-"""Deliveries as people see them: questions to the views of them, and to the trail of what people did.
+"""Queries for operators: the views of deliveries, and the audit trail.
 
-Each direction has its table and its views, and its own ids.
-
-Nothing here changes anything. All values are bound; filters by key and tenant compare bytes, as the store does. Ages
-and leases are told by the database's clock.
+Each direction has its own table, views and ids. Nothing here changes anything. All values are bound. Filters by key and
+tenant compare bytes, as the store does. Ages and leases are computed by the database's clock.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Summary:
     """A delivery in one line."""
 
     id: int
-    """Within its direction."""
+    """Unique within its direction."""
     direction: Direction
     event_id: UUID
     event_type: str
@@ -68,7 +66,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Details(Summary):
-    """All that the view knows about a delivery; its payload only if that was asked for."""
+    """All details of a delivery; the payload only on request."""
 
     destination: str | None
     topic: str
@@ -94,7 +92,7 @@ ANY_CONSUMER = "*"
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which deliveries are wanted; None does not restrict."""
+    """Filter of deliveries; None does not restrict."""
 
     status: Status | None = None
     route: str | None = None
@@ -103,12 +101,12 @@ class Filter:
     tenant: str | None = None
     key: str | None = None
     older_than: float | None = None
-    """Seconds since it was written, at least."""
+    """Minimum age in seconds."""
     direction: Direction | None = None
     consumer: str | None = None
-    """Whose deliveries; `ANY_CONSUMER`: of all consumers."""
+    """Name of a consumer, or `ANY_CONSUMER`."""
     topic: Sequence[str] | None = None
-    """All names of the topic by which they came."""
+    """All names of the topic from which they were received."""
 
     def __str__(self) -> str:
         given = {name: value for name, value in asdict(self).items() if value is not None}
@@ -118,7 +116,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The deliveries of a route that share a status."""
+    """The deliveries of a route that have the same status."""
 
     direction: Direction
     route: str | None
@@ -130,7 +128,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """What a person has done."""
+    """An action of an operator."""
 
     id: int
     at: datetime
@@ -144,7 +142,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What a person wants done with a delivery, and the owner of its lane has not done yet."""
+    """A request of an operator that the lane's owner has not carried out yet."""
 
     row_id: int
     action: str
@@ -178,28 +176,30 @@ class View:
             column("raised_event_id", outbox.c.event_id.type),
         )
         self.unsent = table(f"pillarbox_{direction}_unsent", *(column(name, outbox.c[name].type) for name in _UNSENT))
-        """What is still to be sent, or was discarded. PostgreSQL finds it without a look at all that was ever
-        written."""
+        """Deliveries that are still to be sent or were discarded. PostgreSQL finds them without reading the whole
+        table.
+        """
         goes_in = routes.c.destination == INBOX_DESTINATION
         claimed = exists().where(claims.c.delivery == self.events.c.raised_event_id)
         self.has_route: ColumnElement[bool] = goes_in if direction is Direction.INBOUND else ~goes_in
-        """Whether the deliveries of a route go this way."""
+        """Whether a route has this direction."""
         self.waits: ColumnElement[bool] = claimed if direction is Direction.INBOUND else true()
-        """Whether one is still to take effect. A message that has come in has a claim as long as it waits; its lane may
-        hear of its effect a little later."""
+        """Whether a delivery is still to take effect. A received message has a claim while it waits; its lane may learn
+        of the effect a little later.
+        """
 
 
 VIEWS = {direction: View(direction) for direction in Direction}
 
 
 def views(direction: Direction | None) -> list[View]:
-    """The view of a direction, or all of them: what goes out comes first."""
+    """The view of a direction, or both: outbound first."""
     return [VIEWS[each] for each in Direction if direction in (None, each)]
 
 
 def deliveries(connection: Connection, wanted: Filter, *, after: int, limit: int) -> list[Summary]:
-    """The deliveries that match: what goes out, then what has come in, each in the order of their ids. It begins after
-    an id of the direction that is wanted, or else of the first one.
+    """The deliveries that match, outbound before inbound, each in the order of their ids. Starts after an id of the
+    wanted direction, or else of the first one.
     """
     found: list[Summary] = []
     for view in views(wanted.direction):
@@ -211,14 +211,14 @@ def deliveries(connection: Connection, wanted: Filter, *, after: int, limit: int
 def page(
     connection: Connection, view: View, conditions: Sequence[ColumnElement[bool]], *, after: int, limit: int
 ) -> list[Summary]:
-    """The deliveries of one direction that match, from the first one after an id."""
+    """The deliveries of one direction that match, after an id."""
     columns = [view.events.c[each.name] for each in fields(Summary)]
     found = select(*columns).where(view.events.c.id > after, *conditions).order_by(view.events.c.id).limit(limit)
     return [Summary(**_values(row)) for row in connection.execute(found)]
 
 
 def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> list[Details]:
-    """All deliveries of one event. What has come in is found by the id of its row, and by that of its event."""
+    """All deliveries of one event. A received message is found by the id of its row and by that of its event."""
     found: list[Details] = []
     for view in VIEWS.values():
         columns = [view.events.c[each.name] for each in fields(Details) if payload or each.name != "payload"]
@@ -231,7 +231,7 @@ def deliveries_of(connection: Connection, event_id: UUID, *, payload: bool) -> l
 
 
 def _came_in_as(connection: Connection, event_id: UUID, view: View) -> list[UUID]:
-    """The rows in which an event has come in. Only their headers know it once they do not wait: all are read."""
+    """The rows of a received event. Of rows that do not wait, only the headers have its id, so all rows are read."""
     rows = view.rows
     if connection.execute(select(rows.c.id).where(rows.c.event_id == event_id)).first() is not None:
         return []  # it is the id of a row
@@ -241,13 +241,13 @@ def _came_in_as(connection: Connection, event_id: UUID, view: View) -> list[UUID
 
 
 def known_as(headers: Mapping[str, str]) -> set[str]:
-    """By which ids senders, and the inbox, know what has come in."""
+    """The ids of a received event for senders and for the inbox."""
     return {headers[name] for name in ("event_id", "pillarbox_inbox_id") if name in headers}
 
 
 def of_events(connection: Connection, ids: Collection[UUID], view: View) -> ColumnElement[bool]:
-    """The deliveries of these events. An edit gives a delivery another id than its row has, and only the row's is found
-    by an index. What comes in gets an id of its own.
+    """The deliveries of these events. After an edit, the id of a delivery differs from that of its row, and only the
+    latter has an index. A received message has a row id of its own.
     """
     if view.direction is Direction.INBOUND:
         waiting = connection.scalars(select(claims.c.delivery).where(claims.c.inbox_id.in_(ids)))
@@ -275,11 +275,11 @@ _EDITED_IN_LOG = text(
     WHERE f.event_id = ANY (CAST(:ids AS uuid[]))
     """
 )
-"""There an id alone has no index."""
+"""Search without an index, because there is none on the id alone."""
 
 
 def statistics(connection: Connection, direction: Direction | None = None) -> list[Group]:
-    """How many deliveries each route has in each status, and since when, by the database's clock."""
+    """Number and age of the deliveries of each route and status, by the database's clock."""
     do_not_compile(connection)
     now = database_time(connection)
     found = []
@@ -294,23 +294,23 @@ def statistics(connection: Connection, direction: Direction | None = None) -> li
 
 
 def lead_to_indexes(connection: Connection) -> None:
-    """A limit makes PostgreSQL hope that it comes soon to what it looks for, and read the whole outbox for each lane.
-    For this transaction.
+    """Disable sequential scans for this transaction: because of a limit, PostgreSQL would expect an early match and
+    read the whole outbox for each lane.
     """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
 
 
 def do_not_compile(connection: Connection) -> None:
-    """The plans of our views are large and look expensive: where PostgreSQL has a compiler, it would spend 15 s on what
-    takes 10 ms without. For this transaction.
+    """Disable JIT for this transaction: the plans of the views look expensive, and PostgreSQL would compile for 15 s a
+    query of 10 ms.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL jit = off"))
 
 
 def database_time(connection: Connection) -> datetime:
-    """Now, as the database sees it."""
+    """Now, by the database's clock."""
     now: datetime = connection.execute(select(from_now())).scalar_one()
     return now
 
@@ -337,13 +337,13 @@ def head_of_key(connection: Connection, delivery: Details, route: RouteRecord) -
     if row is None:
         return None
     of_row = and_(failures.c.route == route.id, failures.c.shard == delivery.shard, failures.c.row_id == row.id)
-    event_id = connection.scalar(select(failures.c.event_id).where(of_row)) or row.event_id  # it may be an edit
+    event_id = connection.scalar(select(failures.c.event_id).where(of_row)) or row.event_id  # possibly edited
     found = deliveries_of(connection, event_id, payload=False)
     return next((each for each in found if (each.direction, each.id) == (delivery.direction, row.id)), None)
 
 
 def pending_before(connection: Connection, delivery: Details) -> int:
-    """How many deliveries of its lane go before it."""
+    """Number of deliveries that precede it in its lane."""
     unsent = VIEWS[delivery.direction].unsent
     ahead = select(func.count()).where(
         unsent.c.route == stable_hash(delivery.route or ""),
@@ -355,7 +355,7 @@ def pending_before(connection: Connection, delivery: Details) -> int:
 
 
 def body_of(connection: Connection, delivery: Details) -> bytes:
-    """The bytes of a delivery, whatever they are."""
+    """The raw bytes of a delivery."""
     is_edited = and_(failures.c.event_id == delivery.event_id, failures.c.body.is_not(None))
     here = select(failures.c.body).where(failures.c.row_id == delivery.id, is_edited)
     if (edited := connection.scalars(here).first()) is not None:
@@ -366,18 +366,18 @@ def body_of(connection: Connection, delivery: Details) -> bytes:
 
 
 def took_effect(connection: Connection, delivery: Details) -> bool:
-    """Whether a message that has come in is dealt with already, though its lane may not know it yet."""
+    """Whether a received message was processed, although its lane may not have recorded that yet."""
     claim = select(claims.c.line).where(claims.c.delivery == delivery.event_id).limit(1)
     return delivery.direction is Direction.INBOUND and connection.execute(claim).first() is None
 
 
-# -- what people did ---------------------------------------------------------------------------------------------------
+# -- audit trail -------------------------------------------------------------------------------------------------------
 
 
 def audit_trail(
     connection: Connection, *, event: UUID | None = None, actions: Collection[str] = (), limit: int | None = None
 ) -> list[AuditEntry]:
-    """What people did, newest first: all of it, or what names an event."""
+    """Audit entries, newest first: all of them, or those that name an event."""
     found = select(audit).order_by(audit.c.id.desc()).limit(limit)
     if actions:
         found = found.where(audit.c.action.in_(actions))
@@ -390,12 +390,12 @@ def audit_trail(
 def last_done(connection: Connection, action: str, targets: Collection[str]) -> AuditEntry | None:
     """The newest entry about one of these targets."""
     found = select(audit).where(audit.c.action == action, audit.c.target.in_(targets)).order_by(audit.c.id.desc())
-    # Compared once more: some databases take letters of another case for the same.
+    # Compared again: some databases ignore case.
     return next((_entry(row._mapping) for row in connection.execute(found) if row.target in targets), None)
 
 
 def discarded_by(connection: Connection, delivery: Details) -> list[AuditEntry]:
-    """The runs that may have discarded it: the one that named it, else those whose filter takes it."""
+    """The runs that may have discarded it: the one that named it, or else those whose filters match it."""
     runs = audit_trail(connection, actions=["discard"])
     ids = {str(delivery.event_id)}
     if delivery.direction is Direction.INBOUND:
@@ -408,7 +408,7 @@ def _covers(connection: Connection, details: Mapping[str, Any], delivery: Detail
     first, last = details.get("rows", {}).get(delivery.direction, (1, 0))
     if not first <= delivery.id <= last:
         return False
-    # What the status was then, nobody knows any more.
+    # The status at that time is unknown.
     wanted = Filter(**details.get("filter", {}) | {"status": None})
     view = VIEWS[delivery.direction]
     same = (of_events(connection, [delivery.event_id], view), view.events.c.id == delivery.id)
@@ -416,7 +416,7 @@ def _covers(connection: Connection, details: Mapping[str, Any], delivery: Detail
 
 
 def open_requests(connection: Connection, delivery: Summary) -> list[OpenRequest]:
-    """What people want done with a delivery, in the order in which it will be done."""
+    """Open requests for a delivery, in the order in which they will be carried out."""
     found = (
         select(requests.c.row_id, requests.c.action, requests.c.event_id, requests.c.audit, audit.c.who, audit.c.at)
         .join(audit, audit.c.id == requests.c.audit)
@@ -455,13 +455,13 @@ def conditions_for(wanted: Filter, view: View) -> list[ColumnElement[bool]]:
 
 
 def _routes_of(consumer: str) -> Select[tuple[str]]:
-    """The names of the routes that lead to a consumer: what came in, and what it takes from the outbox itself."""
+    """Names of the routes to a consumer: of its received messages, and of deliveries from the outbox."""
     found = select(routes.c.name).where(routes.c.destination.in_((LOCAL, INBOX_DESTINATION)))
     return found if consumer == ANY_CONSUMER else found.where(routes.c.topic == consumer)
 
 
 def _is(view: View, exact: str, value: object) -> ColumnElement[bool]:
-    """Ask the table: the view is for people's eyes, and some databases compare text by its meaning."""
+    """Compare in the table: the view has display text, and some databases compare text without regard to case."""
     return view.events.c.id.in_(select(view.rows.c.id).where(view.rows.c[exact] == value))
 
 
@@ -469,7 +469,7 @@ def _of_type(name: ColumnElement[str], pattern: str) -> list[ColumnElement[bool]
     like = name.like(pattern.replace("_", "/_").replace("**", "%").replace("*", "%"), escape="/")
     if pattern.endswith("**"):
         return [like]
-    # As many dots as the pattern has: then no wildcard can stand for one.
+    # The same number of dots as the pattern: then no wildcard matches a dot.
     return [like, func.length(name) - func.length(func.replace(name, ".", "")) == pattern.count(".")]
 
 

@@ -1,7 +1,7 @@
-"""Who owns which lane, on PostgreSQL, MariaDB/MySQL and SQLite: one row per lane, one row per living relay.
+"""Leases of lanes on PostgreSQL, MariaDB/MySQL and SQLite: one row per lane, one row per live relay.
 
-A lease is a moment on the database's clock. Taking a lane raises its epoch and draws a new token, and every later write
-of its owner names both, so an owner that was asleep changes nothing when it wakes up.
+A lease is a time on the database's clock. Taking a lane raises its epoch and draws a new token. Every later write of
+its owner compares both, so an owner that slept through its lease changes nothing when it wakes up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .turns import HUNG_SECONDS, Turns
 logger = logging.getLogger("pillarbox")
 
 _FORGET_AFTER_SECONDS = 3600.0
-"""How long a relay that died stays in its table, for people to see."""
+"""How long a dead relay stays in the table, for operators."""
 _FEW = 4
 _AGAIN_SECONDS = 0.02
 _RELEASE_SECONDS = 0.5
@@ -62,9 +62,9 @@ class Leases(Turns):
     """`LaneStore` on a relational database."""
 
     failures: type[Failures]
-    """The failure book, as the store keeps it."""
+    """The store's class of the failure book."""
     table: str
-    """Where the deliveries of its lanes are."""
+    """Table of the lanes' deliveries."""
 
     async def census(self) -> Census:
         return await self.ask_apart(_census)
@@ -82,7 +82,7 @@ class Leases(Turns):
                     logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
                     unready.append(lane)
         if unready:
-            with suppress(Exception):  # else they wait until their leases end, and the others must not
+            with suppress(Exception):  # otherwise they wait until their leases expire, and must not delay others
                 await self.release(relay, unready)
         return [lane for lane in taken if lane not in unready]
 
@@ -135,9 +135,9 @@ class Leases(Turns):
     async def _change_lanes(
         self, change: Callable[..., dict[LaneName, bool]], held: Sequence[Lane], seconds: float
     ) -> dict[LaneName, bool]:
-        """Change the rows of lanes, first of those that nobody has locked: for somebody else it may be for long, and
-        waiting would cost us the other lanes. Then a few at a time are waited for, so long in all. A row that is busy
-        with a write of our own is free as soon as that has committed.
+        """Change the rows of lanes. Unlocked rows come first, because another transaction may hold a lock for long, and
+        waiting for it would cost the other leases. Locked rows are then waited for, a few at a time, for ``seconds`` in
+        all. A row that this relay is writing is free as soon as that write has committed.
         """
         done = await self.change_apart(change, held)
         busy = [lane for lane in held if done.get(lane.name) is False]
@@ -145,14 +145,16 @@ class Leases(Turns):
         for first in range(0, len(busy), _FEW):
             few = busy[first : first + _FEW]
             found = await self._wait_for(few, change, until)
-            # One that is not among them has got another owner.
+            # A missing name means that the lane has another owner.
             done = {name: it for name, it in done.items() if name not in {lane.name for lane in few}} | found
         return done
 
     async def _wait_for(
         self, few: Sequence[Lane], change: Callable[..., dict[LaneName, bool]], until: float
     ) -> dict[LaneName, bool]:
-        """Change lanes that were locked a moment ago, or give up; when it is too late to wait, look once more."""
+        """Change lanes that were locked, or give up. When there is no time left to wait, try once more
+        without waiting.
+        """
         left = until - clock.current().monotonic()
         whole_seconds = self._engine.dialect.name in ("mysql", "mariadb")
         if left >= (1.0 if whole_seconds else 0.001):
@@ -169,7 +171,7 @@ class Leases(Turns):
 
 
 def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
-    """The first write of every step: nothing else happens if the lane is not ours any more."""
+    """The first write of every step: it fails if the lane has another owner, and the rest does not happen."""
     changed = connection.execute(
         update(lanes)
         .where(
@@ -178,7 +180,7 @@ def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
             lanes.c.epoch == lane.epoch,
             lanes.c.token == lane.token,
             lanes.c.batch == lane.batch,
-            # The database may have gone back to a time before our last settlement, by a failover.
+            # After a failover, the database may lack the last settlement.
             lanes.c.announced.is_not_distinct_from(stored(lane.announced)["announced"]),
         )
         .values(**values)
@@ -188,17 +190,17 @@ def fenced(connection: Connection, lane: Lane, **values: Any) -> None:
 
 
 def confirm(connection: Connection, lane: Lane) -> None:
-    """Change nothing, but fail if the lane is not ours any more."""
+    """Change nothing, but fail if the lane has another owner."""
     fenced(connection, lane, batch=lane.batch)
 
 
 def lease_lost(lane: Lane) -> LeaseLostError:
-    """What the owner of a lane is told when its writes find another one."""
+    """The error of a fenced write that finds another owner."""
     return LeaseLostError(f"lane {lane} has another owner than epoch {lane.epoch}, batch {lane.batch}")
 
 
 def stored(announced: Announcement | None) -> dict[str, Any]:
-    """An announcement as the lane's row keeps it; between which ids its rows are is for those who look at the view."""
+    """An announcement in the form of the lane's row. The ids of its rows are only for operators' views."""
     if announced is None:
         return {"announced": None, "announced_low": None, "announced_high": None}
     rows = [row for row in announced.items if row]
@@ -268,12 +270,12 @@ def _take(
     ]
     if not found:
         return []
-    # A clean release leaves no owner behind: only an owner that was lost counts against its batch.
+    # A clean release clears the owner: only a lost owner counts against its batch.
     lost = and_(lanes.c.announced.is_not(None), lanes.c.locked_by.is_not(None))
     connection.execute(
         update(lanes)
         .where(among(lanes, found))
-        .ordered_values(  # MySQL assigns from left to right: tries must still see who was here
+        .ordered_values(  # MySQL assigns from left to right: tries must read the old owner
             (lanes.c.tries, lanes.c.tries + case((lost, 1), else_=0)),
             (lanes.c.epoch, lanes.c.epoch + 1),
             (lanes.c.token, uuid4()),
@@ -304,7 +306,7 @@ _FREE = (
 
 
 def lane_of(row: Mapping[Any, Any]) -> Lane:
-    """The lane of a row of its table, joined with its route, without the keys that wait; nobody may hold it."""
+    """The lane from its row, joined with its route, without the waiting keys."""
     announced = row[lanes.c.announced]
     return Lane(
         route=route_record(row),
@@ -322,14 +324,16 @@ def lane_of(row: Mapping[Any, Any]) -> Lane:
 
 
 def _with_waiting_keys(connection: Connection, taken: Sequence[Lane]) -> list[Lane]:
-    """The lanes with the keys that have a failed or parked delivery. The owner keeps the list from here on."""
+    """The lanes with their waiting keys: those with a failed or parked delivery. From here on, the owner maintains the
+    list.
+    """
     skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
     is_dead = and_(failures.c.status == Status.FAILED, failures.c.route.in_(skipping))
     here = (among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
     of = (failures.c.route, failures.c.shard, failures.c.tenant)
     waiting: dict[LaneName, list[Key]] = {}
     if connection.dialect.name == "postgresql":
-        # A row for each of them would be more work for the garbage collector than the rest of a take-over.
+        # A row per key would be more work for the garbage collector than the rest of a take-over.
         keys = func.array_agg(failures.c.key.distinct(), type_=ARRAY(Text))
         for route, shard, tenant, found in connection.execute(select(*of, keys).where(*here).group_by(*of)):
             waiting.setdefault(LaneName(route, shard), []).extend([Key(tenant, key) for key in found])
@@ -346,7 +350,7 @@ def among(table: Any, names: Iterable[LaneName]) -> ColumnElement[bool]:
     return or_(*(and_(table.c.route == route, table.c.shard.in_(found)) for route, found in shards.items()))
 
 
-# -- keeping and letting go --------------------------------------------------------------------------------------------
+# -- renewal and release -----------------------------------------------------------------------------------------------
 
 
 def _stay_alive(connection: Connection, relay: str, alive: Mapping[str, Any]) -> None:
@@ -377,7 +381,9 @@ def _renew(
 
 
 def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | None) -> dict[LaneName, str | None]:
-    """Lanes whose rows we have locked now, with what troubles them: those that nobody else has, or all of them."""
+    """Lock the rows of these lanes, all of them or only unlocked ones. Returns the names and troubles of the locked
+    lanes.
+    """
     found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=not wait)
     with _waiting(connection, wait or 0.0):
         return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}
@@ -385,9 +391,9 @@ def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | Non
 
 @contextmanager
 def _waiting(connection: Connection, seconds: float) -> Iterator[None]:
-    """Wait for locks no longer than so long. The server itself gives up: a statement that we gave up would wait on."""
+    """Limit the wait for locks on the server: a statement that the client gives up would continue to wait."""
     dialect = connection.dialect.name if seconds else None
-    if dialect == "postgresql":  # for all rows together, which `lock_timeout` is not
+    if dialect == "postgresql":  # for all rows together, unlike `lock_timeout`
         connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(1000 * seconds)}")
     if dialect not in ("mysql", "mariadb"):
         yield
@@ -402,7 +408,7 @@ def _waiting(connection: Connection, seconds: float) -> Iterator[None]:
 def _outcome(
     connection: Connection, ours: ColumnElement[bool], held: Sequence[Lane], changed: Collection[LaneName]
 ) -> dict[LaneName, bool]:
-    """Which lanes are ours, and whether they were changed. One that is neither has another owner."""
+    """The lanes that are still owned, each with whether it was changed. A missing lane has another owner."""
     done = dict.fromkeys(changed, True)
     if len(done) == len(held):
         return done
@@ -448,7 +454,7 @@ def _release(
 
 
 def _take_back_try(connection: Connection, lane: Lane) -> None:
-    """The new owner of the lane took the one before for dead, and its batch for one that may kill; it was only slow."""
+    """Take back the try that the next owner counted: the previous owner was not dead, but slow."""
     same = and_(among(lanes, [lane.name]), lanes.c.batch == lane.batch, lanes.c.tries > 0)
     if connection.execute(select(lanes.c.tries).where(same).with_for_update(skip_locked=True)).first() is not None:
         connection.execute(update(lanes).where(same).values(tries=lanes.c.tries - 1))
@@ -466,7 +472,7 @@ def _fence(held: Sequence[Lane]) -> ColumnElement[bool]:
 
 
 def _forget_the_dead(connection: Connection) -> None:
-    """By their names: MySQL would lock every row that it looks at, those of relays that are just coming included."""
+    """Delete dead relays by name: MySQL would otherwise lock every row that it reads, including those of new relays."""
     is_dead = relays.c.expires_at < from_now(-_FORGET_AFTER_SECONDS)
     if dead := connection.scalars(select(relays.c.name).where(is_dead)).all():
         connection.execute(delete(relays).where(relays.c.name.in_(dead), is_dead))
@@ -477,5 +483,5 @@ def _listed(numbers: Collection[int] | None) -> str | None:
 
 
 def _is_rate(rate: float | None) -> bool:
-    """Whether it can be kept to. No command of ours writes another one."""
+    """Whether the rate is usable. Commands of Pillarbox write no others."""
     return rate is not None and math.isfinite(rate) and rate > 0

@@ -1,12 +1,11 @@
-"""The outbox as a log, on PostgreSQL: rows are written once by the business transaction and never touched again.
+"""The outbox as a log, on PostgreSQL: the business transaction writes rows once, and nothing updates them.
 
-How far a lane has come stands in the lane's row, as a cursor (`pillarbox.cursor`). One fenced UPDATE of that row
-settles a batch and announces the next one; what a batch consists of is told by the cursors before and after it, so it
-can be read again at any time. Only what failed is written down by itself, in the failure book (`stores.failures`).
+The lane's row has its position as a cursor (`pillarbox.cursor`). One fenced UPDATE of that row settles a batch and
+announces the next one. The cursors before and after a batch define its rows, so it can be read again at any time. Only
+failures have rows of their own, in the failure book (`stores.failures`).
 
-Because nothing is kept with a row, what a look does not see is gone for good. So a look is one statement, on a primary,
-that no policy filters; and a database that has other transaction numbers than it had, because it was restored or went
-back in time, is refused.
+A row that a read misses is lost, because rows have no state. So a read is one statement, on a primary, without row
+filters. A database whose transaction ids have changed, because it was restored or went back in time, is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .schema import SCHEMA_VERSION
 logger = logging.getLogger("pillarbox")
 
 _AT_ONCE = 500
-"""How many rows of a detour are looked at together, to see whether any of them is to be sent."""
+"""Number of rows of a detour that are checked together for one that is to be sent."""
 
 
 class LogStore(Appender, Leases):
@@ -50,7 +49,7 @@ class LogStore(Appender, Leases):
         self._warned = False
         self._rows = RowReader(table)
         self._places: dict[LaneName, str] = {}
-        """Where we have left the rows of lanes, on the disk."""
+        """Physical places of the lanes' rows after the last write."""
 
     def _take(self, connection: Connection, *arguments: Any) -> list[Lane]:
         guards = connection.execute(sql.guards(self.table)).one()
@@ -58,13 +57,13 @@ class LogStore(Appender, Leases):
             raise StoreError("this server is a standby: relays need the primary")
         taken = super()._take(connection, *arguments)
         if taken:
-            self._check(guards)  # if it refuses, nothing is taken
+            self._check(guards)  # a refusal rolls the taking back
         return taken
 
     def _check(self, guards: Any) -> None:
-        """Refuse a database in which a cursor would mean something else than it meant when it was written."""
+        """Refuse a database in which the stored cursors would have another meaning."""
         _, original, cache, filtered, fsync, synchronous, schema = guards
-        if schema > SCHEMA_VERSION:  # a newer release may keep in a lane what we would not look at
+        if schema > SCHEMA_VERSION:  # a newer release may store data in a lane that this one would ignore
             raise StoreError(f"the database has schema version {schema}, newer than this relay: upgrade pillarbox")
         if not original:
             raise StoreError(COPY)
@@ -99,8 +98,8 @@ class LogStore(Appender, Leases):
         try:
             return await self._look(lane, Room(limit, max_bytes, self._rows), sorted(paused), detour)
         except LaneHaltedError:
-            # A server that crashed may have forgotten what did not wait for its disk, and with it what we have seen.
-            # Then the lane is where it was a moment before, for whoever takes it.
+            # A crashed server may have lost relaxed writes, and the transactions that this relay has seen. Then the
+            # lane has its earlier state for its next owner.
             if not await self._is_ours(lane):
                 raise lease_lost(lane) from None
             raise
@@ -150,7 +149,7 @@ class LogStore(Appender, Leases):
             return await self.transaction(self._amend, lane, failures, parked, attempts or {})
         if lane.announced is not None:
             await self.transaction(confirm, lane)
-        elif not await self._is_ours(lane):  # nothing depends on it but whether we go on, so nothing is written
+        elif not await self._is_ours(lane):  # only checks the owner, so nothing is written
             raise lease_lost(lane)
         return lane
 
@@ -172,9 +171,9 @@ class LogStore(Appender, Leases):
     async def _write_at_once(
         self, lane: Lane, following: Lane, look: Look | None = None, *, relaxed: bool = False
     ) -> None:
-        """The common case, in one statement. If it is relaxed and the server crashes, a successor finds the lane as it
-        was a moment before, and sends what came after it again. What is settled while nothing follows is never relaxed,
-        so all of it is on the disk when a lane is idle.
+        """Write in one statement, the common case. If the write is relaxed and the server crashes, a successor finds
+        the lane in its earlier state, and sends the later messages again. A settlement without a next batch is never
+        relaxed, so an idle lane is on disk completely.
         """
         parameters = {
             **_entry(lane),
@@ -182,7 +181,7 @@ class LogStore(Appender, Leases):
             "was_announced": stored(lane.announced)["announced"],
             "announced": stored(following.announced)["announced"],
             "cursor": str(following.cursor),
-            # None leaves them as they are: there may be many, and a batch moves one of them at most.
+            # None leaves the detours unchanged: there may be many, and a batch moves one of them at most.
             "detours": None if following.detours is lane.detours else encode_detours(following.detours),
             "next_batch": following.batch,
             "next_number": following.next_number,
@@ -195,7 +194,7 @@ class LogStore(Appender, Leases):
         found: Sequence[Any] = ()
         if place is not None:
             found = await self.fetch(step.at_place, {**parameters, "place": place})
-        if not found:  # somebody has changed it: we ourselves, who renew the lease, or one who owns it now
+        if not found:  # the row has moved: by a renewal of this relay, or by another owner
             found = await self.fetch(step.by_key, parameters)
         if not found:
             raise lease_lost(lane)
@@ -233,8 +232,8 @@ class LogStore(Appender, Leases):
         return _divide(connection, lane, {tenant: at for tenant, at in detours.items() if tenant not in arrived})
 
     def _has_arrived(self, connection: Connection, lane: Lane, detour: str) -> bool:
-        """Whether the detour has nothing left of what the lane has passed over: then the lane's cursor speaks for
-        it.
+        """Whether the detour has sent everything that the lane has skipped: then the lane's cursor holds for its tenant
+        too.
         """
         main, at = settled_at(lane), settled_at(lane, detour)
         while main.has_passed(at):
@@ -285,19 +284,19 @@ def _ready(connection: Connection, table: str, routes: list[int], relay: str | N
 
 
 def _redone(lane: Lane) -> bool:
-    """Whether failed rows are among what is announced: the book has something about them."""
+    """Whether the announced batch may have failed rows."""
     return lane.announced is not None and bool(lane.announced.details.get("redo"))
 
 
 def _following(lane: Lane, batch: Batch) -> tuple[Lane, tuple[int, ...]]:
-    """The lane once the batch is announced, and the rows that its cursor passes without sending them."""
+    """The lane after the batch is announced, and the rows that its cursor passes without sending them."""
     look: Look | None = batch.cursor
     detour = None if look is None else look.detour
     reached, items = position(lane, detour), tuple(batch.items)
     window = Window(reached, reached.seen) if look is None else look.window
     redo: tuple[int, ...] = ()
     natural, skipped = window.ids, redo
-    if look is not None and items == natural:  # the whole page and nothing else, as it mostly is
+    if look is not None and items == natural:  # the whole page, which is the usual case
         to = window.after(len(items))
     else:
         sent = {*items}
@@ -341,7 +340,7 @@ def _fence(lane: Lane) -> dict[str, Any]:
 
 
 def _entry(lane: Lane, skipped: Sequence[int] = (), detour: str | None = None) -> dict[str, Any]:
-    """What the journal says about the lane's batch."""
+    """The journal entry of the lane's batch."""
     entry: dict[str, Any] = {"route": lane.route.id, "shard": lane.shard, "batch": lane.batch}
     contents = contents_of(lane)
     if lane.announced is None or contents is None:
@@ -383,7 +382,9 @@ def _write(connection: Connection, lane: Lane, following: Lane) -> None:
 
 
 def _divide(connection: Connection, lane: Lane, detours: Mapping[str, Cursor]) -> Lane:
-    """Change who has a detour. That is a batch without rows, so a successor of ours cannot take it for another one."""
+    """Change which tenants have a detour. This counts as a batch without rows, so that a successor does not mistake it
+    for another batch.
+    """
     if lane.announced is not None:
         raise StoreError(f"lane {lane} has a batch under way: settle it first")
     following = replace(lane, batch=lane.batch + 1, tries=0, detours=detours)
