@@ -25,7 +25,7 @@ from .codec import Codec
 from .codecs import Codecs
 from .commit import guard_commits
 from .consumers.consumer import Consumer, Terms
-from .consumers.handling import Effects, Handlers
+from .consumers.handling import Effects, Handlers, check_handler
 from .consumers.home import OUTBOX
 from .consumers.intake import Flow
 from .consumers.spilling import work_of
@@ -353,6 +353,7 @@ class Pillarbox:
 
         def keep(handler: _Handler) -> _Handler:
             if before_commit:
+                check_handler(handler)
                 self._outbox.add_inside(types, handler)
                 return handler
             effects = Handlers()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import msgspec
@@ -1369,6 +1369,17 @@ async def test_what_cannot_work_is_refused_at_once(box: Pillarbox) -> None:
     silent = box.consumer("four", source="broker", topics=["t"])
     with pytest.raises(ConfigurationError, match="has no handler"):
         await silent.drain()
+
+    async def handle(_event: Asked) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"on takes event types, as in @four\.on\(OrderPlaced\)"):
+        silent.on(cast(Any, handle))  # as @silent.on without parentheses
+
+    with pytest.raises(ConfigurationError, match="must not be a generator"):
+
+        @box.subscribe(Asked, before_commit=True)
+        def generator(event: Asked, _session: Any) -> Any:
+            yield event
 
 
 async def test_housekeeping_that_fails_is_told_of_once_for_each_outage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from typing import Any, cast
 from uuid import uuid4
@@ -194,3 +195,83 @@ def test_only_event_types_have_handlers() -> None:
         Handlers().add([], _wants_a_number)
     with pytest.raises(UnregisteredEventError, match="_wants_a_number: Unregistered has no event name: declare it"):
         Handlers().add([Rung, Unregistered], _wants_a_number)
+
+
+async def _yields(event: Rung) -> Any:
+    yield event
+
+
+def _yields_plainly(event: Rung) -> Any:
+    yield event
+
+
+class _YieldingBell:
+    def __call__(self, event: Rung) -> Any:
+        yield event
+
+
+@pytest.mark.parametrize(
+    "handler", [_yields, _yields_plainly, _YieldingBell(), _YieldingBell().__call__, functools.partial(_yields)]
+)
+def test_a_generator_is_refused_since_its_body_would_not_run(handler: Any) -> None:
+    with pytest.raises(ConfigurationError, match="must not be a generator"):
+        Handlers().add([Rung], handler)
+
+
+async def test_a_generator_that_a_handler_returns_is_an_error_and_no_effect() -> None:
+    def asynchronous(event: Rung) -> Any:
+        return _yields(event)
+
+    def plain(event: Rung) -> Any:
+        return _yields_plainly(event)
+
+    for handler in (asynchronous, plain):
+        with pytest.raises(ConfigurationError, match=f"{handler.__name__}: a handler must not be a generator"):
+            await called(handler, Rung(times=1))
+
+
+def test_a_handler_is_a_callable_and_registered_once_for_a_type() -> None:
+    handlers, seen = Handlers(), list[object]()
+    with pytest.raises(ConfigurationError, match="a handler is a function, or another callable, got 5"):
+        handlers.add([Rung], cast(Any, 5))
+
+    async def handle(event: Rung | Muted) -> None: ...
+
+    for handler in (handle, seen.append):
+        handlers.add([Rung], handler)
+        handlers.add([Muted], handler)
+        with pytest.raises(ConfigurationError, match="is registered twice for Muted"):
+            handlers.add([Muted], handler)
+
+
+async def test_a_partial_is_read_by_the_annotations_of_its_function() -> None:
+    seen: list[object] = []
+
+    async def handle(where: list[object], event: Rung, uow: UnitOfWork, *, note: str) -> None:
+        where.append((event, uow, note))
+
+    rung = Rung(times=1)
+    await called(functools.partial(handle, seen, note="ding"), rung)
+    await called(functools.partial(functools.partial(handle, seen), note="dong"), rung)
+    assert seen == [(rung, WORK, "ding"), (rung, WORK, "dong")]
+    with pytest.raises(ConfigurationError, match="nothing is known for its parameter 'event', annotated as Muted"):
+        Handlers().add([Rung], functools.partial(_wants_another))
+
+
+def test_a_plain_function_is_refused_an_asyncsession_which_its_thread_cannot_use() -> None:
+    def plain(event: Rung, session: AsyncSession) -> None: ...
+
+    async def coroutine(event: Rung, session: AsyncSession) -> None: ...
+
+    @functools.wraps(coroutine)
+    def decorated(*given: Any, **named: Any) -> Any:
+        return coroutine(*given, **named)
+
+    def declared(event: Rung, session: AsyncSession) -> Awaitable[None]:
+        return coroutine(event, session)
+
+    for refused in (plain, functools.partial(plain)):
+        with pytest.raises(ConfigurationError, match="plain function runs in a thread, where an AsyncSession cannot"):
+            Handlers().add([Rung], refused)
+    for handler in (coroutine, decorated, declared, functools.partial(coroutine)):
+        Handlers().add([Rung], handler)

@@ -184,10 +184,16 @@ class Consumer:
         of the inbox. An event may have several handlers: they are one transaction.
         """
 
+        effects = self.effects
+        if not isinstance(effects, Handlers):
+            raise ConfigurationError(f"{self.name} is a projection: it has its handlers in its class")
+        if wrong := [kind for kind in kinds if not isinstance(kind, type)]:
+            raise ConfigurationError(
+                f"consumer {self.name}: on takes event types, as in @{self.name}.on(OrderPlaced), got {wrong[0]!r}"
+            )
+
         def keep(handler: _Handler) -> _Handler:
-            if not isinstance(self.effects, Handlers):
-                raise ConfigurationError(f"{self.name} is a projection: it has its handlers in its class")
-            self.effects.add(kinds, handler)
+            effects.add(kinds, handler)
             self._subscribe()
             return handler
 

@@ -132,6 +132,10 @@ class Handlers:
             known = {kind: registry.of_type(kind) for kind in kinds}
         except UnregisteredEventError as error:
             raise UnregisteredEventError(f"{where}: {error}") from None
+        check_handler(handler)
+        for kind in known:
+            if any(call.handler == handler for call in self._calls.get(kind, ())):
+                raise ConfigurationError(f"{where} is registered twice for {kind.__qualname__}")
         call = _Call(handler, kinds, self._threads)
         self._kinds |= known
         for kind in known:
@@ -147,33 +151,58 @@ class Handlers:
                     await call(one.event, uow, one.context)
 
 
+def check_handler(handler: object) -> None:
+    """Refuse what would never run. The body of a generator runs only if its values are asked for."""
+    if not callable(handler):
+        raise ConfigurationError(f"a handler is a function, or another callable, got {handler!r}")
+    for function in (handler, handler.__call__):
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigurationError(f"{_name_of(handler)}: {_GENERATOR}")
+
+
+_GENERATOR = "a handler must not be a generator, whose body would not run: remove its `yield`"
+
+
 class _Call:
     """A handler, and where in its signature everything belongs."""
 
     def __init__(self, handler: Handler, kinds: Sequence[type], threads: Threads) -> None:
-        self._handler = handler
+        self.handler = handler
         self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
             getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
         )
         self._wants, self._by_position = _wants(handler, kinds)
+        if _find_session in self._wants.values() and not self._is_async and _is_surely_plain(handler):
+            raise ConfigurationError(
+                f"{_name_of(handler)}: a plain function runs in a thread, where an AsyncSession cannot be used: make "
+                "it `async def`, or ask for a UnitOfWork, for `add` and `publish` alone"
+            )
         self._threads = threads
 
     async def __call__(self, event: object, uow: UnitOfWork, context: MessageContext) -> None:
         given = {name: find(event, uow, context) for name, find in self._wants.items()}
         by_position = [given.pop(name) for name in self._by_position]
         if self._is_async:
-            await self._handler(*by_position, **given)
+            await self.handler(*by_position, **given)
             return
         call = self, context.topic, context.tenant, context.event_id
-        result = await self._threads.call(call, partial(self._handler, *by_position, **given))
+        result = await self._threads.call(call, partial(self.handler, *by_position, **given))
         if inspect.isawaitable(result):
             await result
+        elif inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise ConfigurationError(f"{_name_of(self.handler)}: {_GENERATOR}")
 
 
 _Find = Callable[[object, UnitOfWork, MessageContext], object]
+
+
+def _find_session(_event: object, uow: UnitOfWork, _context: MessageContext) -> object:
+    return uow.session
+
+
 _BY_TYPE: Mapping[type, _Find] = {
     UnitOfWork: lambda _event, uow, _context: uow,
-    AsyncSession: lambda _event, uow, _context: uow.session,
+    AsyncSession: _find_session,
     MessageContext: lambda _event, _uow, context: context,
 }
 
@@ -212,6 +241,21 @@ def _name_of(handler: Handler) -> str:
     return getattr(handler, "__qualname__", None) or repr(handler)
 
 
+def _function_of(handler: Handler) -> Any:
+    """What its annotations are written on."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    return handler if inspect.isroutine(handler) else getattr(handler, "__call__", handler)  # noqa: B004
+
+
+def _is_surely_plain(handler: Handler) -> bool:
+    """Whether it returns nothing to be awaited. A decorator may hide that from `inspect.iscoroutinefunction`."""
+    function = inspect.unwrap(_function_of(handler))
+    returns = str(getattr(function, "__annotations__", {}).get("return", ""))
+    awaited = any(each in returns for each in ("Awaitable", "Coroutine", "Future", "Task"))
+    return not awaited and not inspect.iscoroutinefunction(function)
+
+
 def _annotated(parameter: inspect.Parameter) -> str:
     given = parameter.annotation
     if given is parameter.empty:
@@ -236,7 +280,7 @@ def _may_be_event(hint: object, kinds: Sequence[type]) -> bool:
 
 
 def _hints(handler: Handler, kinds: Sequence[type]) -> Mapping[str, object]:
-    function = handler if inspect.isroutine(handler) else getattr(handler, "__call__", handler)  # noqa: B004
+    function = _function_of(handler)
     try:
         return typing.get_type_hints(function)
     except NameError as error:
