@@ -69,6 +69,24 @@ def test_an_outage_of_such_keys_is_seen_in_the_end(time: Stopped) -> None:
     assert progress.is_held("acme")
 
 
+def test_a_tenant_of_which_the_last_failure_was_final_does_not_wait(time: Stopped) -> None:
+    progress = Progress(patience=5)
+    progress.failed("acme", "k")
+    assert not progress.standstill(())
+    time.seconds += 6
+    assert progress.standstill(()) == {"acme": 6}
+    progress.failed("acme", "k")
+    progress.settled("acme")  # it was the last attempt
+    time.seconds += 1
+    assert not progress.standstill(())
+    time.seconds += 6
+    assert not progress.standstill(())
+    progress.failed("acme", "other")
+    assert not progress.standstill(())
+    time.seconds += 6
+    assert progress.standstill(()) == {"acme": 6}
+
+
 def test_of_many_lines_that_were_gated_the_last_ones_are_known(time: Stopped) -> None:
     processor = Processor.__new__(Processor)
     processor._gated = {f"k{number}": time.seconds for number in range(3 * _GATED_KEPT)}
