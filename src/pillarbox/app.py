@@ -36,6 +36,7 @@ from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, Stor
 from .event import EventType, registry
 from .gauges import Gauges
 from .inbox import DeadLetter
+from .options import check_numbers
 from .outbox import (
     INBOUND,
     INBOX_DESTINATION,
@@ -400,7 +401,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, timeout, patience, retention, tuple(ignores), on_failure, max_spilled),
+            terms=Terms(retry, timeout, patience, retention, ignores, on_failure, max_spilled),
         )
         return consumer
 
@@ -438,7 +439,7 @@ class Pillarbox:
             source,
             topics,
             flow=Flow(batch, concurrency, max_messages, max_bytes, grace),
-            terms=Terms(retry, timeout, patience, retention, tuple(ignores), on_failure, max_spilled),
+            terms=Terms(retry, timeout, patience, retention, ignores, on_failure, max_spilled),
         )
         return consumer
 
@@ -458,6 +459,8 @@ class Pillarbox:
             raise ConfigurationError(
                 f"two consumers or handlers are called {name!r}: each has an inbox of its own, by its name"
             )
+        check_numbers(f"consumer {name!r}", flow)
+        terms.check(f"consumer {name!r}")
         subscriber = None if source == OUTBOX else self._subscriber(name, source)
         if subscriber is None and topics:
             raise ConfigurationError(f"consumer {name!r}: the outbox has no topics; its handlers say what it gets")

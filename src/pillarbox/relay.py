@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import random
 import socket
@@ -30,7 +29,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +39,7 @@ from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
 from .lane import LaneWorker
+from .options import check_numbers
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, Trouble, shard_of
 from .redaction import described, redacted
 from .rejections import Rejections
@@ -122,13 +122,7 @@ class Pacing:
     """How long lanes may take to finish announced batches when the relay stops."""
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            given, most = getattr(self, option.name), _MOST.get(option.name, math.inf)
-            whole = isinstance(option.default, int)
-            if isinstance(given, bool) or not isinstance(given, int if whole else int | float) or not 0 < given <= most:
-                what = "a whole number" if whole else "a number"
-                bounds = "above 0" if most == math.inf else f"above 0 and up to {most:,}"
-                raise ConfigurationError(f"relay: {option.name} must be {what} {bounds}, got {given!r}")
+        check_numbers("relay", self, _MOST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -1300,7 +1301,7 @@ async def test_it_stops_while_it_waits_for_its_source(box: Pillarbox) -> None:
 
 
 async def test_its_place_is_written_down_and_the_inbox_forgets(box: Pillarbox) -> None:
-    consumer = answering(box, retention=timedelta(0))
+    consumer = answering(box, retention=timedelta(microseconds=1))
     await ask(box, ("a", 1), ("b", 2))
     await consumer.drain()
     async with box.engine.connect() as connection:
@@ -1380,6 +1381,40 @@ async def test_what_cannot_work_is_refused_at_once(box: Pillarbox) -> None:
         @box.subscribe(Asked, before_commit=True)
         def generator(event: Asked, _session: Any) -> Any:
             yield event
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "said"),
+    [
+        *[
+            (name, wrong, "must be a whole number above 0")
+            for name in ("batch", "concurrency", "max_messages", "max_bytes", "max_spilled")
+            for wrong in (0, -1, 1.5, True, "3", None)
+        ],
+        *[
+            (name, wrong, "must be a number above 0")
+            for name in ("timeout", "patience", "grace")
+            for wrong in (0, -1.0, float("nan"), float("inf"), "3", None)
+        ],
+        *[
+            ("retention", wrong, "must be a timedelta above 0, like timedelta(days=30)")
+            for wrong in (30, timedelta(0), timedelta(days=-1), None)
+        ],
+        *[
+            ("ignores", wrong, "is a list of patterns")
+            for wrong in ("test.**", ["***"], [5], 5, ["test.consumer.asked", "no pattern"])
+        ],
+        ("on_failure", "explode", "is 'park' or 'skip'"),
+        ("retry", 5, "is a RetryPolicy"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_by_its_name(option: str, wrong: Any, said: str) -> None:
+    box = Pillarbox(transports={"broker": MemoryTransport()})
+    for source in ({"source": "broker", "topics": ["t"]}, {"source": "outbox"}):
+        with pytest.raises(ConfigurationError, match=re.escape(f"consumer 'odd': {option} {said}")) as caught:
+            box.consumer("odd", **source, **{option: wrong})
+        assert "got" in str(caught.value)
+    assert not box.consumers
 
 
 async def test_housekeeping_that_fails_is_told_of_once_for_each_outage(

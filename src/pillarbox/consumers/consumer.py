@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -26,10 +26,11 @@ from .. import clock, telemetry
 from ..codec import parse_moment
 from ..errors import ConfigurationError
 from ..inbox import Inbox, consumer_id
+from ..options import check_numbers
 from ..outbox import LOCAL, FailurePolicy, stable_hash
 from ..redaction import described
 from ..retry import RetryPolicy
-from ..route import OnFailure
+from ..route import PATTERN, OnFailure
 from ..stores import inbox as stored
 from ..stores.operations import retry_now
 from ..telemetry import Sample
@@ -84,6 +85,24 @@ class Terms:
     """Whether later messages of a key wait for a person behind one that has failed for good."""
     max_spilled: int = 1_000_000
     """How many messages may wait in its lanes before it receives nothing more: they fill its database."""
+
+    def check(self, where: str) -> None:
+        """Refuse what cannot work. ``where`` begins the message."""
+        check_numbers(where, self)
+        if not isinstance(self.retry, RetryPolicy):
+            raise ConfigurationError(f"{where}: retry is a RetryPolicy, got {self.retry!r}")
+        if not isinstance(self.retention, timedelta) or self.retention <= timedelta(0):
+            raise ConfigurationError(
+                f"{where}: retention must be a timedelta above 0, like timedelta(days=30), got {self.retention!r}"
+            )
+        if self.on_failure not in [*FailurePolicy]:
+            raise ConfigurationError(f"{where}: on_failure is 'park' or 'skip', got {self.on_failure!r}")
+        given: object = self.ignores
+        patterns = [*given] if isinstance(given, Collection) and not isinstance(given, str | bytes) else [given]
+        if wrong := [it for it in patterns if it is given or not isinstance(it, str) or not PATTERN.fullmatch(it)]:
+            raise ConfigurationError(
+                f"{where}: ignores is a list of patterns, like ['orders.order.paid', 'orders.**'], got {wrong[0]!r}"
+            )
 
 
 class Consumer:

@@ -80,8 +80,8 @@ class Progress:
         self._waits_since.pop(tenant, None)
 
     def settled(self, tenant: str | None) -> None:
-        """Something of this tenant has come to its end, though not by an effect. If more of it waits, that is at hand, or
-        fails again soon.
+        """Something of this tenant has come to its end, though not by an effect. If more of it waits, that is at hand,
+        or fails again soon.
         """
         self._waits_since.pop(tenant, None)
         if (failing := self._failing.get(tenant)) is not None:
