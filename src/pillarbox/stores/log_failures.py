@@ -1,4 +1,4 @@
-"""The failure book beside a log: what is asked of it on PostgreSQL, and which rows a lane's cursors have passed."""
+"""The failure book of a log: its statements on PostgreSQL, and the failed rows that a lane's cursors have passed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_SENDING = "f.row_id <> ALL (CAST(:sending AS bigint[]))"
 
 
 def _blocks(rows: str, tenant: str, parks: str = _PARKS) -> str:
-    """Whether a row is this tenant's, as the index has it, and later ones of its key must not overtake it."""
+    """Whether a row is of this tenant, in the form of the index, and later ones of its key must not overtake it."""
     same = f"coalesce({rows}.tenant, '') = coalesce({tenant}, '')"
     return f"{same} AND ({rows}.status <> 'FAILED' OR {parks})"
 
@@ -37,7 +37,7 @@ def first_of_its_key(parks: str = _PARKS) -> str:
 
 
 def _delivery_of(failures: str, table: str) -> str:
-    """Failures with what their rows hold, or what a person has put in its place."""
+    """Failures with the content of their rows, or with the edited content."""
     return f"""
         SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
                CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
@@ -101,7 +101,7 @@ _PROMOTE = text(
 )
 
 _DONE = (
-    # An edit is kept as long as its row: it is what was sent.
+    # An edit is kept as long as its row, as the record of what was sent.
     text(
         f"UPDATE pillarbox_failures f SET status = 'SENT', available_at = NULL "  # noqa: S608
         f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NOT NULL"
@@ -111,7 +111,7 @@ _DONE = (
         f"WHERE {_FAILURE} AND f.row_id = ANY (CAST(:ids AS bigint[])) AND f.event_id IS NULL"
     ),
 )
-"""Failed rows that are at the destination."""
+"""Mark failed rows as sent."""
 
 _REDRIVE = text(
     f"""
@@ -131,7 +131,7 @@ _FORGET = text("DELETE FROM pillarbox_requests WHERE id = ANY (CAST(:ids AS bigi
 
 
 class LogFailures(Failures):
-    """The failed rows of a lane that is a log. Their rows in the outbox are never touched."""
+    """The failed rows of a lane in a log. Their rows in the outbox are never updated."""
 
     def statements(self) -> Book:
         return book_of(self.table)
@@ -158,7 +158,7 @@ class LogFailures(Failures):
 
 @cache
 def book_of(table: str) -> Book:
-    """The statements about the book of one table of deliveries."""
+    """The statements about the failure book for one table of deliveries."""
     return Book(
         known=text(
             f"""

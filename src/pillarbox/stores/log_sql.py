@@ -1,5 +1,5 @@
-"""What the log store tells PostgreSQL, and asks it about lanes. How it looks for rows is in `stores.look_sql`, what it
-says of failures in `stores.log_failures`.
+"""Statements of the log store about lanes. `stores.look_sql` has the statements that read rows, and
+`stores.log_failures` those about failures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .log_failures import DUE, first_of_its_key
 from .origin import IS_ORIGINAL
 from .statement import DirectStatement
 
-# -- who has something to do -------------------------------------------------------------------------------------------
+# -- ready lanes -------------------------------------------------------------------------------------------------------
 
 _HERE = "o.route = l.route AND o.shard = l.shard"
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
@@ -60,7 +60,7 @@ _IS_OURS = """
 STILL_OURS = DirectStatement(text(f"SELECT 1 FROM pillarbox_lanes WHERE {_IS_OURS}"))  # noqa: S608  constants
 TELLS_ABOUT = """
     CASE WHEN j.detour IS NULL THEN o.tenant IS NULL OR o.tenant <> ALL (j.passed_over) ELSE j.detour = o.tenant END"""
-"""Whether an entry of the journal is about this tenant's rows."""
+"""Whether a journal entry is about this tenant's rows."""
 _ENTRY = """
     INSERT INTO pillarbox_journal
         (route, shard, high, batch, cursor, redone, skipped, first_number, count, detour, passed_over, relay)
@@ -68,17 +68,18 @@ _ENTRY = """
 _SETTLED = """CAST(:route AS bigint), CAST(:shard AS integer), CAST(:settled_high AS bigint), CAST(:batch AS bigint),
     CAST(:settled AS text), CAST(:redone AS bigint[]), CAST(:skipped AS bigint[]), CAST(:first_number AS bigint),
     CAST(:count AS integer), CAST(:detour AS text), CAST(:passed_over AS text[])"""
-# The setting holds for this statement, which is a transaction of its own: its COMMIT does not wait for the disk.
+# The setting is local to this statement's transaction: its COMMIT does not wait for the disk.
 _RELAXED = "set_config('synchronous_commit', 'off', true)"
 
 
 class Step(NamedTuple):
-    """A statement that moves a lane on, and answers where its row stands then, if it was ours."""
+    """A statement that advances a lane and returns the physical place of its row, if the fence holds."""
 
     by_key: DirectStatement
     at_place: DirectStatement
-    """Straight to where the row was left. While an old snapshot keeps the server from clearing dead versions away, to
-    find the row by its key means to walk over all of them."""
+    """Finds the row at its last place. While an old snapshot keeps dead versions from being removed, finding it by key
+    means reading all of them.
+    """
 
 
 def _step(text_of: Callable[..., str], *also: str) -> Step:
@@ -105,19 +106,19 @@ def _settle(place: str, *also: str) -> str:
 
 ANNOUNCE, ANNOUNCE_RELAXED = _step(_fence), _step(_fence, _RELAXED)
 SETTLE, SETTLE_RELAXED = _step(_settle), _step(_settle, _RELAXED)
-"""Settle what was announced, and announce what follows, if anything does."""
+"""Settle the announced batch, and announce the next one, if there is one."""
 SERVER = text("SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS text)")
-"""Which server this is, and since when. Another one may have less in it than the one where we looked."""
+"""Identity and start time of the server. After a failover, another server may lack transactions that were read."""
 JOURNAL = text(
     f"{_ENTRY} SELECT {_SETTLED}, locked_by FROM pillarbox_lanes WHERE route = :route AND shard = :shard"  # noqa: S608
 )
 
-# -- taking over -------------------------------------------------------------------------------------------------------
+# -- take-over ---------------------------------------------------------------------------------------------------------
 
 
 @cache
 def guards(table: str) -> TextClause:
-    """What must be true of a database whose lanes are taken."""
+    """Conditions that a database must meet before its lanes are taken."""
     return text(f"""
     SELECT pg_is_in_recovery() AS standby, {IS_ORIGINAL},
            (SELECT seqcache FROM pg_sequence

@@ -1,7 +1,7 @@
-"""How a log is looked at: which rows come next, and where the lane stands once they are dealt with.
+"""Reads of a log: the next rows of a lane, and its cursor after them.
 
-A look is one statement. What it brings is put together here, and nothing is written; what a batch consists of is read
-again by the cursors before and after it.
+A read is one statement, whose result is assembled here. Nothing is written: the cursors before and after a batch define
+its rows, so they can be read again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .statement import DirectStatement
 _LOOK, _REQUEST, _REACHED, _IN_BOOK, _DUE = 2, 3, 4, 5, 6
 
 SCAN = 20_000
-"""How many rows a look goes through at most, where some of them are not for it."""
+"""Most rows that one read examines, where some of them are not for it."""
 _WORTH_A_WRITE = 1_000
-"""A detour that finds nothing moves on when this many rows, or more, lay between."""
+"""A detour that finds nothing moves its cursor only past this many ids or more."""
 FILTERED = (
     "row level security hides deliveries from this role, and what a relay does not see it passes over: "
     "give it a role with BYPASSRLS, or the table's owner"
@@ -37,69 +37,69 @@ FILTERED = (
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What a page has to tell its announcement."""
+    """The facts of a page that its announcement needs."""
 
     window: Window
     server: str
-    """Where we looked. After a failover others may use the numbers that we have seen."""
+    """The server of the read. After a failover, another server may reuse transaction ids that were read."""
     detour: str | None = None
-    """Whose rows they are, if it was a detour."""
+    """The tenant of a detour's page."""
     discarded: frozenset[int] = frozenset()
-    """Those of the rows that are never to be sent."""
+    """Rows of the page that were discarded."""
 
 
 class RowReader:
-    """How a look gets its rows: here all of them from the table, with the look itself."""
+    """Reads the rows of a log: here, all content from the table."""
 
     at_a_glance: ClassVar[bool] = True
-    """Whether a glance is one statement, and nothing else."""
+    """Whether a quick read is a single statement."""
 
     def __init__(self, table: str) -> None:
         self.table = table
         self.questions = sql.questions_to(table)
 
     def glance(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Any]:
-        """A look that is mostly enough; rows that are too large may lack their bodies."""
+        """A quick read, which is usually enough. Rows that are too large may lack their bodies."""
         return self.glance_for(parameters).fetch(connection, parameters)
 
     def glance_for(self, parameters: dict[str, Any]) -> DirectStatement:
-        """The statement of a glance."""
+        """The statement of a quick read."""
         return self.questions.glances[bool(parameters["running"])]
 
     def look(self, connection: Connection, looks: sql.Looks, parameters: dict[str, Any]) -> Sequence[Any]:
-        """A closer look, with all bodies that the bytes allow."""
+        """A full read, with all bodies that fit into the bytes."""
         found = looks.light.fetch(connection, parameters)
         if not _lacks_bodies(found):
             return found
-        # It may leave out rows that were too much, so how far it has looked says nothing.
+        # It may have left out rows that were too large, so its reach says nothing.
         return [values for values in looks.sized.fetch(connection, parameters) if values[0] != _REACHED]
 
 
 class Room(NamedTuple):
-    """How much a page may hold, and where its rows come from."""
+    """Size limits of a page, and the source of its rows."""
 
     limit: int
     max_bytes: int
     reader: RowReader
     late: bool | None = None
-    """Whether a glance has shown late rows, if there was one already and it was not enough."""
+    """Whether an earlier quick read has found late rows; None if there was none."""
 
 
 class Found(msgspec.Struct, frozen=True):
     look: Look
     rows: list[Row]
     asked: dict[int, int]
-    """People's requests, each with the row that it is about."""
+    """Operators' requests, each with its row."""
     passed: bool
-    """Whether the cursor should move, even if there is nothing to send; else, whether there is more behind it."""
+    """Whether the cursor should move even without rows to send. With rows, whether there are more behind them."""
     scan_exhausted: bool = False
     due: bool = True
-    """Whether failed rows may be due, as far as was looked."""
+    """Whether failed rows may be due, as far as the read has checked."""
     in_book: bool = False
     """Whether some of the rows may have been discarded."""
 
 
-def poll(  # noqa: PLR0917  what one statement asks
+def poll(  # noqa: PLR0917  the parameters of one statement
     connection: Connection, lane: Lane, room: Room, paused: list[str], detour: str | None, found: Found | None
 ) -> Page:
     if found is not None:
@@ -130,16 +130,16 @@ def poll(  # noqa: PLR0917  what one statement asks
 
 
 def _may_find(lane: Lane, detour: str) -> bool:
-    """Whether the lane may have passed over anything since the detour was last looked at."""
+    """Whether the lane may have skipped rows since the last read of the detour."""
     start, main = position(lane, detour), position(lane)
     return start.paging is not None or (start != main and main.leads(start))
 
 
 def look_at(connection: Connection, lane: Lane, detour: str | None, room: Room) -> Found:
-    """What comes next, and with it the rows."""
+    """Read the next rows."""
     start = position(lane, detour)
     found = _look_from(start, connection, lane, detour, room)
-    if start.paging is not None and not found.rows:  # what was left of the late rows goes by a detour
+    if start.paging is not None and not found.rows:  # the other late rows belong to detours
         behind = Cursor(start.high, start.paging)
         if detour is None or position(lane).leads(behind):
             found = _look_from(behind, connection, lane, detour, room)
@@ -150,7 +150,7 @@ def look_at(connection: Connection, lane: Lane, detour: str | None, room: Room) 
 
 
 def _without_discarded(found: Found, connection: Connection, lane: Lane) -> Found:
-    """What was found, without the rows that are never to be sent: the cursor passes over them."""
+    """The result without discarded rows. The cursor passes over them."""
     if not found.in_book:
         return found
     asked = {"route": lane.route.id, "shard": lane.shard, "ids": [row.id for row in found.rows]}
@@ -197,10 +197,10 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
     found = reader.look(connection, poll, parameters)
     count, snapshot, xids = window.check(found)
     if main is not None:
-        snapshot = main.seen  # a detour sees what the lane has passed over, and nothing else
+        snapshot = main.seen  # a detour sees only rows that the lane has skipped
     if count <= limit:
         return window.of(found, snapshot, xids)
-    # More late rows than one batch takes. Then all that is needed to page through them is whose they are.
+    # More late rows than fit into one batch. To page through them, their transactions are enough.
     more = connection.execute(questions.late_xids, {**parameters, "snapshot": str(snapshot)}).scalars()
     xids = tuple(sorted({*more, *(xid for xid in start.seen.running if snapshot.shows(xid))}))
     found = reader.look(connection, page, {**parameters, **_late(xids), "done": 0})
@@ -208,7 +208,7 @@ def _look_from(start: Cursor, connection: Connection, lane: Lane, detour: str | 
 
 
 def side(lane: Lane, detour: str | None) -> dict[str, Any]:
-    """Which tenants a statement is about."""
+    """Tenant parameters of a statement."""
     return {"detour": detour, "passed_over": [] if detour is not None else sorted(lane.detours or ())}
 
 
@@ -221,14 +221,16 @@ def _late(xids: Iterable[int]) -> dict[str, list[str]]:
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """Makes sense of what a look has brought."""
+    """Evaluates the result of a read."""
 
     start: Cursor
     limit: int
     detour: str | None
 
     def check(self, found: Sequence[Any]) -> tuple[Any, Snapshot, tuple[int, ...]]:
-        """How many late rows there are, or after a glance one of them; when we looked; and whose rows they are."""
+        """The number of late rows (after a quick read, one of them), the snapshot of the read, and their
+        transactions.
+        """
         _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
         if refused == "standby":
             raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")
@@ -243,14 +245,14 @@ class Looked(msgspec.Struct, frozen=True):
         return count, snapshot, tuple(sorted(map(int, xids.split(",")))) if xids else ()
 
     def glance(self, found: Sequence[Any]) -> tuple[Found | None, bool]:
-        """What was found, if a glance is enough for it; and whether there are late rows."""
+        """The result, if a quick read is enough; and whether there are late rows."""
         late, snapshot, _ = self.check(found)
         if late is not None or _lacks_bodies(found):
             return None, late is not None
         return replace(self.of(found, snapshot), due=any(values[0] == _DUE for values in found)), False
 
     def of(self, found: Sequence[Any], snapshot: Snapshot, xids: tuple[int, ...] = ()) -> Found:
-        """What was found, as far as a batch takes it."""
+        """The part of the result that fits into a batch."""
         rows = [
             Row(row_id, event, topic, key, tenant, decode_headers(headers), body, 0)
             for part, row_id, event, topic, key, tenant, headers, body in found
@@ -262,7 +264,7 @@ class Looked(msgspec.Struct, frozen=True):
         count, server = next((values[1] or 0, values[6]) for values in found if values[0] == _LOOK)
         late = min(count, sum(values[0] == 0 for values in found), self.limit)
         more = late < count
-        if more:  # none of the fresh ones before the last late one
+        if more:  # fresh rows must not come before the last late one
             del rows[late:]
         reach, seen, passed_late = next(
             ((it[1] or 0, int(it[3]), it[4]) for it in found if it[0] == _REACHED), (0, 0, None)
@@ -277,7 +279,7 @@ class Looked(msgspec.Struct, frozen=True):
             reach=0 if cut or more else reach,
         )
         step = 1 if self.detour is None else _WORTH_A_WRITE
-        passed = self.start.paging is not None or seen >= SCAN  # what is behind them was not looked at
+        passed = self.start.paging is not None or seen >= SCAN  # the read has not examined the rows behind
         if not rows:
             passed = passed or passed_late is not None or reach >= self.start.high + step
         in_book = next((values[1] for values in found if values[0] == _IN_BOOK), None)

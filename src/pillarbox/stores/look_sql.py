@@ -1,9 +1,9 @@
-"""What a look at a log asks PostgreSQL.
+"""Statements that read rows of a log on PostgreSQL.
 
-Every statement is led to its index whatever the statistics say. The lane's index and the one by transaction are both
-partial: a statement that names a status can use only the first, one that names an xid only the second. What looks for
-the first rows of many transactions probes for each of them; a limit, or an offset of nothing, keeps the planner from
-making a join of that.
+Every statement is forced onto its index, regardless of statistics. The lane's index and the index by transaction are
+both partial: a statement that names a status can use only the first, one that names an xid only the second. The first
+rows of many transactions are found by one probe for each; a LIMIT or an OFFSET 0 keeps the planner from turning that
+into a join.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LANE = "o.route = :route AND o.shard = :shard"
 FRESH = f"{LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
 
 
-# The planner does not know what a subquery will give. So it cannot think that the next values make another plan better,
-# and keeps the one that it has: a look with a new plan each time takes ten times as long.
+# The planner cannot know the value of a subquery, so it keeps one generic plan. With a new plan each time, a read takes
+# ten times as long.
 _PASSED = "(SELECT CAST(:high AS bigint))"
 _MOST = "(SELECT CAST(:limit AS bigint))"
 
@@ -38,8 +38,8 @@ def sized(rows: str, columns: str) -> str:
     WHERE total - size < :max_bytes"""  # noqa: S608  constants
 
 
-# What people ask for, and the first row beyond the cursor that the failure book knows: it was discarded before the lane
-# came to it.
+# Operators' requests, and the first row beyond the cursor that is in the failure book: it was discarded before the lane
+# reached it.
 _ASKED = """
     UNION ALL
     (SELECT 3, r.id, NULL, NULL, CAST(r.row_id AS text), NULL, NULL, NULL
@@ -67,10 +67,11 @@ _PLACES = f"""
     CASE WHEN {_ELSEWHERE} THEN NULL ELSE headers END,
     CASE WHEN NOT {_ELSEWHERE} AND length(body) <= CAST(:max_bytes AS bigint) / CAST(:limit AS bigint) THEN body END
     AS body"""
-"""The same, but of rows that may be at hand elsewhere only where they stand: no event id, and in the place of the topic
-their transaction."""
+"""The same, but rows that may be buffered have only their places: no event id, and the transaction id instead of the
+topic.
+"""
 
-# The first row to be tried again, if its time has come: the rows behind it in the index are not looked at.
+# The first failed row, if it is due. The rows behind it in the index are not read.
 _TRY_AGAIN = """
     UNION ALL
     SELECT 6, NULL, NULL, NULL, NULL, NULL, NULL, NULL
@@ -78,9 +79,8 @@ _TRY_AGAIN = """
            WHERE f.route = :route AND f.shard = :shard AND f.status = 'RETRYING'
            ORDER BY f.available_at LIMIT 1) <= clock_timestamp()"""
 
-# A lane with detours passes over the rows of their tenants, and a detour sees only those, as far as the lane has come.
-# It may have to look at many rows to find a few. So it looks at no more than so many at a time, and says how far it
-# has come.
+# A lane with detours skips the rows of their tenants, and a detour reads only those, up to the lane's position. Finding
+# a few rows may mean examining many. So a read examines a limited number, and returns how far it came.
 _OURS = """(CASE WHEN CAST(:detour AS text) IS NULL
     THEN o.tenant IS NULL OR o.tenant <> ALL (CAST(:passed_over AS text[]))
     ELSE o.tenant = CAST(:detour AS text) END)"""
@@ -94,9 +94,9 @@ _BOTH = _LATE_ROWS + " UNION ALL SELECT 1, {0} FROM fresh"  # noqa: S608  consta
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """A statement in three forms. The light one leaves out bodies that are larger than their share of the bytes; then
-    the sized one must be asked, which adds them up, and takes three times as long. The one of places leaves out rows
-    that may be at hand elsewhere, too.
+    """A statement in three forms. ``light`` leaves out bodies that are larger than their share of the bytes; then
+    ``sized`` is needed, which adds sizes up and takes three times as long. ``places`` also leaves out rows that may be
+    buffered.
     """
 
     light: DirectStatement
@@ -105,33 +105,36 @@ class Looks:
 
 
 class Questions:
-    """The questions to one table of deliveries."""
+    """The statements that read one table of deliveries."""
 
     def __init__(self, table: str) -> None:
         self._table = table
         self.glances = self._glances(_SMALL)
-        """The look that is mostly enough: fresh rows, a late one, if there is any, and whether a failed row is due (6);
-        then one must look again, and closer. By whether somebody was at work when the lane last looked."""
+        """Quick reads: fresh rows, one late row, if there is one, and whether a failed row is due (6). In the last two
+        cases, a full read must follow. By whether transactions were running at the last read.
+        """
         self.glances_at_places = self._glances(_PLACES)
         look = self._with_look(
             "(SELECT count(*) FROM late)", "(SELECT string_agg(DISTINCT CAST(xid AS text), ',') FROM late)"
         )
         self.poll = _looks(self._poll(), _BOTH, look)
-        """A look: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions, and
-        whether we may look at all (2), people's requests (3), and the first row beyond the cursor that was discarded
-        (5)."""
+        """A full read: late rows (0), fresh rows (1), the snapshot with the number of late rows, their transactions,
+        and whether this server and role may be read (2), operators' requests (3), and the first discarded row beyond
+        the cursor (5).
+        """
         self.page = _looks(self._page(f"o.id > :done AND o.id <= {_PASSED}"), _LATE_ROWS, look)
         """The next page of late rows."""
         self.divided_poll = _looks(self._divided_poll(), _BOTH, look + self._reached())
-        """The same, in a lane with detours, or in one of those. It also tells how far it has looked, at how many rows,
-        and any late row that it may have passed over (4)."""
+        """The same in a lane with detours, or in a detour. Also returns how far the read came, how many rows it
+        examined, and a late row that it may have skipped (4).
+        """
         self.divided_page = _looks(self._page(f"o.id > :done AND o.id <= {_PASSED} AND {_OURS}"), _LATE_ROWS, look)
         self.named = self._named()
-        """Rows that a look has named, as many as the bytes allow."""
+        """Rows that a read has named, as many as the bytes allow."""
         self.late_xids = self._late_xids()
-        """Which transactions brought late rows, of those that were not listed as running."""
+        """The transactions of late rows, of those that were not listed as running."""
         self.between = self._between()
-        """The rows of a batch: what one cursor covers and the one before it does not."""
+        """The rows of a batch: covered by one cursor, and not by the one before it."""
 
     def _of_transactions(self, xids: str, conditions: str) -> str:
         """The first rows of each of these transactions."""
@@ -143,8 +146,8 @@ class Questions:
         ) one"""  # noqa: S608  constants
 
     def _with_look(self, late: str, xids: str) -> str:
-        """Where we look, and whether we may: a standby's snapshot does not know who is at work on the primary, and rows
-        that a policy hides from us would be passed over for good.
+        """The server, and whether it may be read. The snapshot of a standby lacks the transactions that run on the
+        primary, and rows hidden by a row filter would be passed over for good.
         """
         return f"""
     UNION ALL
@@ -256,7 +259,7 @@ class Questions:
 
 
 def _looks(rows: str, found: str, rest: str) -> Looks:
-    """All forms of a look."""
+    """All forms of a read."""
     return Looks(
         DirectStatement(text(rows + found.format(_SMALL) + rest)),
         DirectStatement(text(rows + sized(found.format(ROW), f"part, {ROW}") + rest)),
@@ -272,4 +275,4 @@ DISCARDED = DirectStatement(
         "AND f.route = :route AND f.shard = :shard AND f.row_id = ANY (CAST(:ids AS bigint[]))"
     )
 )
-"""Which of these rows are never to be sent."""
+"""The rows of these that were discarded."""

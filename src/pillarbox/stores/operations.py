@@ -1,8 +1,8 @@
-"""What people do: requests about deliveries, pauses, rates, lanes that are taken away; each with its row in the trail.
+"""Operators' actions: requests for deliveries, pauses, rates, lanes taken away; each with its audit entry.
 
-Nobody but the owner of a lane changes its deliveries. People write down what they want, and the owner does it with its
-next announcement; a lane without an owner keeps the request until it has one. Every function here runs in a transaction
-of its caller, and what it writes stands or falls with the row in the trail that says who wanted it and why.
+Only the owner of a lane changes its deliveries. An operator's request is stored, and the owner carries it out with its
+next announcement; a lane without an owner keeps the request. Every function here runs in the caller's transaction,
+together with the audit entry that records who requested it and why.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .trail import Author, note, one_person_at_a_time
 
 
 class Action(StrEnum):
-    """What can be asked for a delivery."""
+    """Actions on deliveries."""
 
     REDRIVE = "redrive"
-    """Try it again now, with all its attempts before it."""
+    """Retry now, with all attempts again."""
     DISCARD = "discard"
     """Never send it."""
     EDIT = "edit"
-    """Send another body in its place, as another event."""
+    """Send another body in its place, as a new event."""
 
 
 ELIGIBLE: Mapping[Action, tuple[Status, ...]] = {
@@ -53,8 +53,8 @@ ELIGIBLE: Mapping[Action, tuple[Status, ...]] = {
     Action.DISCARD: (Status.FAILED, Status.RETRYING, Status.PARKED, Status.PENDING, Status.SENDING),
     Action.EDIT: (Status.FAILED, Status.RETRYING, Status.SENDING),
 }
-"""The deliveries that an action is for. Of one that is being sent the request waits for the answer of the destination;
-if there is none, its lane takes it back first.
+"""The states in which an action is possible. For a delivery in flight, the request waits for the answer of the
+destination; without an answer, the lane withdraws the batch first.
 """
 
 
@@ -63,7 +63,7 @@ if there is none, its lane takes it back first.
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The deliveries that a person wants something for: those of these events, if any are named, that match."""
+    """The deliveries that a request selects: those that match the filter, of these events if any are named."""
 
     action: Action
     wanted: Filter
@@ -75,27 +75,28 @@ class Selection:
 
 
 _AHEAD = 20_000
-"""How many deliveries a run finds at once. What becomes of them before it is their turn does no harm: the owner of a
-lane carries out only what can be done."""
+"""Number of deliveries that a run reads at once. A change of their state meanwhile does no harm: the lane's owner
+carries out only requests that are still possible.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How far a request about many deliveries has come."""
+    """Progress of a request for many deliveries."""
 
     audit: int | None = None
     requested: int = 0
     rows: Mapping[Direction, tuple[int, int]] = field(default_factory=dict)
-    """The first and the last row of each direction: it goes on behind the last ones."""
+    """The first and last row of each direction. The run continues behind the last ones."""
     ahead: tuple[Any, ...] = field(default=(), compare=False, repr=False)
-    """Deliveries that were found already and come next: to find a portion, the view goes through all deliveries."""
+    """The next deliveries, read in advance: each read goes through all deliveries of the view."""
 
 
 def count(connection: Connection, selection: Selection) -> tuple[int, int]:
-    """How many deliveries are selected, and how many more are left out because the same was asked for them before."""
+    """Number of selected deliveries, and of those left out because they have the same request already."""
     found = {False: 0, True: 0}
     for view in views(selection.wanted.direction):
-        # MySQL groups by nothing but columns.
+        # MySQL groups by columns only.
         before = _is_asked(selection.action, view).label("before")
         asked = select(before).where(*_conditions(connection, selection, view)).subquery()
         for was_asked, number in connection.execute(select(asked.c.before, func.count()).group_by(asked.c.before)):
@@ -104,7 +105,7 @@ def count(connection: Connection, selection: Selection) -> tuple[int, int]:
 
 
 def sample(connection: Connection, selection: Selection, limit: int) -> list[Summary]:
-    """The first deliveries that are selected."""
+    """The first selected deliveries."""
     found: list[Summary] = []
     for view in views(selection.wanted.direction):
         conditions = [*_conditions(connection, selection, view), ~_is_asked(selection.action, view)]
@@ -116,7 +117,7 @@ TOOK_EFFECT = "dealt with already"
 
 
 def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[str]]:
-    """Of the named events: those that are there, each with the states in which its deliveries are left alone."""
+    """Of the named events, those that exist, each with the states of its deliveries that are left out."""
     found: dict[UUID, list[str]] = {}
     for event in selection.events:
         for view in VIEWS.values():
@@ -135,10 +136,10 @@ def left_alone(connection: Connection, selection: Selection) -> dict[UUID, list[
 
 
 def request(connection: Connection, selection: Selection, author: Author, run: Run, limit: int) -> Run:
-    """Write down the next portion of requests, and count them in the one row of the trail that is about the run.
+    """Store the next portion of requests, and count them in the run's single audit entry.
 
-    The run comes back as it was when nothing is left. A delivery for which the same was asked before, and not yet
-    done, gets no second request, also when two people ask at the same time.
+    Returns the run unchanged when nothing is left. A delivery that has the same open request gets no second one, also
+    when two operators request it at the same time.
     """
     one_person_at_a_time(connection)
     portion, ahead = _portion(connection, selection, run, limit)
@@ -167,7 +168,7 @@ def request(connection: Connection, selection: Selection, author: Author, run: R
 
 
 def _portion(connection: Connection, selection: Selection, run: Run, limit: int) -> tuple[list[Any], tuple[Any, ...]]:
-    """The next deliveries for which this was not asked before, and those that were found behind them."""
+    """The next deliveries without this request, and the rest of those that were read."""
     last, ahead = {direction: rows[1] for direction, rows in run.rows.items()}, run.ahead
     while ahead := ahead or _found(connection, selection, last, max(limit, _AHEAD)):
         portion, ahead = ahead[:limit], ahead[limit:]
@@ -180,7 +181,7 @@ def _portion(connection: Connection, selection: Selection, run: Run, limit: int)
 
 
 def _found(connection: Connection, selection: Selection, last: Mapping[Direction, int], limit: int) -> tuple[Any, ...]:
-    """The next deliveries that are selected, all of one direction."""
+    """The next selected deliveries, all of one direction."""
     for view in views(selection.wanted.direction):
         events = view.events
         found = (
@@ -196,7 +197,7 @@ def _found(connection: Connection, selection: Selection, last: Mapping[Direction
 
 
 def unserved_requests(connection: Connection, run: Run) -> list[str]:
-    """Routes with requests of this run in lanes that no live relay serves: there they wait."""
+    """Routes with requests of this run in lanes that no live relay serves, where they wait."""
     alive = live_relays(connection)
     found = (
         select(routes.c.name, requests.c.shard)
@@ -225,15 +226,14 @@ def _given(wanted: Filter) -> dict[str, Any]:
     return {name: value for name, value in asdict(wanted).items() if value is not None}
 
 
-# -- another body ------------------------------------------------------------------------------------------------------
+# -- edits -------------------------------------------------------------------------------------------------------------
 
 
 def edit(
     connection: Connection, delivery: Details, author: Author, *, old: bytes, new: bytes, event_id: UUID
 ) -> int | None:
-    """Ask for another body under a new event id; the number of the row in the trail, which keeps the old body.
-
-    None if an edit of this delivery is waiting already. What has come in stays the event that it is.
+    """Request another body under a new event id. Returns the number of the audit entry, which has the old body, or None
+    if an edit of this delivery is already waiting. An inbound message keeps its event id.
     """
     one_person_at_a_time(connection)
     if any(request.action == Action.EDIT for request in open_requests(connection, delivery)):
@@ -261,14 +261,14 @@ def edit(
 
 
 def retry_now(connection: Connection, route: int) -> None:
-    """Let what waits for its next attempt in the lanes of this route wait no longer."""
+    """Make all deliveries of this route that wait for a retry due now."""
     waits = failures.c.route == route, failures.c.status == Status.RETRYING, failures.c.available_at > from_now()
     connection.execute(update(failures).where(*waits).values(available_at=from_now()))
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a route, or one of them."""
+    """All lanes of a route, or one of them."""
 
     route: str
     shard: int | None = None
@@ -288,7 +288,7 @@ class Tenant:
 
 
 class Handle(StrEnum):
-    """What can be done to lanes and tenants."""
+    """Changes of lanes and tenants."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -298,16 +298,16 @@ class Handle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that a person does to lanes or to a tenant."""
+    """A change of lanes or of a tenant."""
 
     handle: Handle
     target: Lanes | Tenant
     rate: float | None = None
-    """Messages per second, for each lane; None lifts the limit."""
+    """Messages per second, per lane; None removes the limit."""
 
 
 def find_lanes(connection: Connection, name: str) -> Lanes:
-    """``ROUTE`` or ``ROUTE/SHARD``; the names of routes may have slashes, too. `StoreError` if there is no such."""
+    """Parse ``ROUTE`` or ``ROUTE/SHARD``; route names may contain slashes. Raises `StoreError` if it does not exist."""
     if route_named(connection, name):
         return Lanes(name)
     route, _, shard = name.rpartition("/")
@@ -320,7 +320,7 @@ def find_lanes(connection: Connection, name: str) -> Lanes:
 
 
 def affected(connection: Connection, change: Change) -> int:
-    """How many lanes, or tenants, would not be any more as they are."""
+    """Number of lanes or tenants that the change would affect."""
     if isinstance(change.target, Tenant):
         row = connection.execute(select(tenants).where(tenants.c.tenant == change.target.tenant)).one_or_none()
         before = {"paused": False, "rate": None} if row is None else row._mapping
@@ -331,7 +331,9 @@ def affected(connection: Connection, change: Change) -> int:
 
 
 def apply(connection: Connection, change: Change, author: Author) -> tuple[int, int | None]:
-    """Do it; how many lanes or tenants have changed, and the number of the row in the trail. No change, no row."""
+    """Apply the change. Returns the number of changed lanes or tenants, and the number of the audit entry. Without a
+    change there is no entry.
+    """
     if change.rate is not None and not (math.isfinite(change.rate) and change.rate > 0):
         raise StoreError(f"a rate is a number above 0, got {change.rate}")
     one_person_at_a_time(connection)
@@ -367,7 +369,7 @@ def _touched(change: Change, target: Lanes) -> tuple[ColumnElement[bool], ...]:
 
 def _values(change: Change) -> dict[str, Any]:
     if change.handle is Handle.RELEASE:
-        # The next write of its owner finds another epoch, and stops. Without a token nobody else's can pass, either.
+        # The next write of the owner finds another epoch, and the owner stops. Without a token, no write can pass.
         values = dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
         return {"epoch": lanes.c.epoch + 1, **values}
     if change.handle is Handle.RATE:

@@ -1,8 +1,8 @@
-"""Whether a database is the one in which its lanes were written, or a copy in which transactions have other numbers.
+"""Detects whether a database is the original of its lanes, or a copy in which transactions have other ids.
 
-Of two rows the first is never touched again, and the second says which transaction wrote it, itself written by a
-subtransaction. In a copy that was not made of the files, by a dump or by logical replication, another one has written
-the first, or one has written both.
+There are two rows. The first is never updated. The second records the transaction that wrote the first, and is itself
+written by a subtransaction. In a copy that was not made from files (a dump, or logical replication), another
+transaction has written the first row, or a single one has written both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COPY = (
     "this database is a copy, from a dump or by replication, and its transactions have other numbers than those that "
     "lanes remember: run `pillarbox outbox rebase`"
 )
-"""What an error says about it."""
+"""The text of errors about a copy."""
 
 WRITE = (
     "DELETE FROM pillarbox_origin",
@@ -34,16 +34,16 @@ BEGIN
 END
 $$""",
 )
-"""Makes the database an original, in this order."""
+"""Mark a database as original, in this order."""
 
 IS_ORIGINAL = """
     (SELECT second.first_xmin = CAST(CAST(first.xmin AS text) AS bigint) AND first.xmin <> second.xmin
      FROM pillarbox_origin first, pillarbox_origin second WHERE first.id = 1 AND second.id = 2)"""
-"""For a SELECT: true, false, or null if nobody has ever said so."""
+"""For a SELECT: true, false, or null if the database was never marked."""
 
 
 def is_copy(connection: Connection) -> bool:
-    """Whether the cursors of lanes mean something else here than when they were written."""
+    """Whether the stored cursors have lost their meaning here."""
     return connection.dialect.name == "postgresql" and not state(connection).original
 
 

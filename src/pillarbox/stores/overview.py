@@ -1,7 +1,6 @@
-"""What lanes, relays, routes and tenants are doing, for people who watch, and for those who decide by it.
+"""Overviews of lanes, relays, routes and tenants, for operators and for checks.
 
-Nothing here changes anything. What waits is counted by the views of what is still to be sent, and ages are by the
-database's clock.
+Nothing here changes anything. Backlogs are counted by the views of unsent deliveries, and ages by the database's clock.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from .tables import deliveries, lanes, relays, routes, tenants
 _WAITING = (Status.PENDING, Status.RETRYING)
 _AFTER_FAILURE = (Status.RETRYING, Status.PARKED, Status.FAILED)
 COUNTED = 50_000
-"""What a lane has beyond that need not be known so exactly that the whole backlog is read for it."""
+"""Limit of counts per lane: beyond it, an exact number is not worth reading the whole backlog."""
 _YOUNGEST = 0.001
-"""What waits is at least so many seconds old, whatever clocks say: 0 means that nothing does."""
+"""Minimum age of a waiting delivery, whatever clocks say: 0 means that nothing waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A route with waiting deliveries in lanes that no relay holds."""
+    """A route with waiting deliveries in lanes without an owner."""
 
     route: str
     destination: str
     topic: str
-    """As the route says it; the handler's name if the destination is this process."""
+    """The route's topic, or the handler's name if the destination is this process."""
     lanes: int
     waiting: int
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """A lane: who holds it, what it has before it, and what holds it back."""
+    """A lane: its owner, its backlog, and why it does not send."""
 
     direction: Direction
     route: str
@@ -65,7 +64,7 @@ class LaneState:
     shard: int
     owner: str | None
     lease_seconds: float | None
-    """Until the lease ends; below zero: since it has ended; None: nobody holds the lane."""
+    """Seconds until the lease expires; negative after its expiry; None without an owner."""
     epoch: int
     batch: int
     tries: int
@@ -77,11 +76,11 @@ class LaneState:
     rate: float | None
     trouble: str | None
     trouble_seconds: float | None
-    """Until the owner tries again; None, if there is trouble: it needs a person."""
+    """Seconds until the owner tries again. None with a trouble: it waits for an operator."""
 
     @property
     def held(self) -> bool:
-        """Whether a relay holds it now."""
+        """Whether a relay owns it now."""
         return self.lease_seconds is not None and self.lease_seconds > 0
 
     def __str__(self) -> str:
@@ -90,33 +89,33 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class RelayState:
-    """A relay that is alive, and what it serves."""
+    """A live relay and its routes."""
 
     name: str
     routes: tuple[str, ...]
     shards: tuple[int, ...] | None
-    """None: all of them."""
+    """None: all shards."""
 
     def serves(self, route: str, shard: int) -> bool:
-        """Whether it may hold this lane."""
+        """Whether it may take this lane."""
         return route in self.routes and (self.shards is None or shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """A tenant that people have stopped or slowed."""
+    """A paused or rate-limited tenant."""
 
     tenant: str
     paused: bool
     rate: float | None
 
 
-# -- what waits -------------------------------------------------------------------------------------------------------
+# -- backlogs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What a route has before it."""
+    """The backlog of a route."""
 
     route: str
     pending: int
@@ -126,7 +125,7 @@ class Backlog:
 
 
 def unowned_lanes(connection: Connection) -> dict[str, int]:
-    """How many lanes of each route nobody holds, without those that are paused."""
+    """Number of lanes per route without an owner, except paused lanes."""
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now())
     unowned = func.count(case((and_(free, ~lanes.c.paused), 1)))
     counted = select(routes.c.name, unowned).join(lanes, lanes.c.route == routes.c.id).group_by(routes.c.name)
@@ -134,8 +133,8 @@ def unowned_lanes(connection: Connection) -> dict[str, int]:
 
 
 def backlog(connection: Connection) -> list[Backlog]:
-    """What each route has to send. Reads only the index of what is not sent, and the first row of each lane. On
-    PostgreSQL, where counting takes longest, it stops at `COUNTED` in each lane and status.
+    """The backlog of each route. Reads only the index of unsent deliveries, and the first row of each lane. On
+    PostgreSQL, where counting takes longest, it stops at `COUNTED` per lane and status.
     """
     do_not_compile(connection)
     lead_to_indexes(connection)
@@ -161,13 +160,13 @@ def backlog(connection: Connection) -> list[Backlog]:
 
 
 def _used(connection: Connection, direction: Direction | None = None) -> list[View]:
-    """The views that have a route: without a consumer there is nothing to be asked about what comes in."""
+    """The views of directions that have a route: without a consumer, there is no inbound one to query."""
     return [view for view in views(direction) if connection.execute(select(routes.c.id).where(view.has_route)).first()]
 
 
 def _counted(view: View, status: Status, bounded: bool) -> Select[Any]:
-    """Per lane, so that every database finds them by its index, and none reads what was sent. When the first was
-    written is asked in the same statement: by the next one it may have been sent.
+    """Count per lane, so that every database uses its index and reads no sent rows. The same statement reads the age of
+    the first row: it may be sent before another statement could.
     """
     unsent = view.unsent
     its_lanes = join(lanes, routes, and_(routes.c.id == lanes.c.route, view.has_route))
@@ -182,7 +181,7 @@ def _counted(view: View, status: Status, bounded: bool) -> Select[Any]:
         counting = select(lanes.c.route, lanes.c.shard).add_columns(*_amount(unsent)).select_from(its_lanes)
         counting = counting.join(unsent, and_(same_lane, found))
     counted = counting.group_by(lanes.c.route, lanes.c.shard).subquery()
-    # Only with its lane and status is a row found by its id without reading all of them.
+    # Without lane and status, finding a row by its id would read all of them.
     is_first = and_(
         unsent.c.route == counted.c.route, unsent.c.shard == counted.c.shard, unsent.c.id == counted.c.first
     )
@@ -201,7 +200,7 @@ def _amount(rows: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
 
 
 def unserved(connection: Connection) -> list[Unserved]:
-    """Routes whose deliveries wait in lanes without an owner. Lanes that were paused wait on purpose."""
+    """Routes whose deliveries wait in lanes without an owner. Paused lanes are left out."""
     free = or_(lanes.c.locked_until.is_(None), lanes.c.locked_until <= from_now())
     what = (routes.c.name, routes.c.destination, routes.c.topic)
     found: list[Unserved] = []
@@ -230,7 +229,7 @@ def lane_states(
     *,
     direction: Direction | None = None,
 ) -> list[LaneState]:
-    """All lanes, or those of one direction, or of one route, or one of them."""
+    """All lanes, or those of one direction, of one route, or a single one."""
     wanted = [] if route is None else [lanes.c.route == stable_hash(route)]
     if shard is not None:
         wanted.append(lanes.c.shard == shard)
@@ -259,7 +258,7 @@ def _states(
         .group_by(unsent.c.route, unsent.c.shard)
         .subquery()
     )
-    # Only with its lane and status is a row found by its id without reading all of them.
+    # Without lane and status, finding a row by its id would read all of them.
     is_first = and_(
         unsent.c.route == lanes.c.route, unsent.c.shard == lanes.c.shard, is_pending, unsent.c.id == counted.c.first
     )
@@ -300,7 +299,7 @@ def _until(moment: datetime | None, now: datetime) -> float | None:
 
 
 def live_relays(connection: Connection) -> list[RelayState]:
-    """The relays that are alive."""
+    """The live relays."""
     names = {row.id: row.name for row in connection.execute(select(routes.c.id, routes.c.name))}
     found = select(relays).where(relays.c.expires_at > from_now()).order_by(relays.c.name)
     return [
@@ -314,25 +313,25 @@ def live_relays(connection: Connection) -> list[RelayState]:
 
 
 def route_named(connection: Connection, name: str) -> RouteRecord | None:
-    """What the database knows about a route."""
+    """The stored record of a route."""
     row = connection.execute(select(routes).where(routes.c.id == stable_hash(name))).one_or_none()
     return None if row is None else route_record(row._mapping)
 
 
 def routes_to(connection: Connection, destinations: Collection[str]) -> list[RouteRecord]:
-    """The routes that lead to these destinations, as far as the database knows them."""
+    """The stored routes to these destinations."""
     found = select(routes).where(routes.c.destination.in_(destinations)).order_by(routes.c.name)
     return [route_record(row._mapping) for row in connection.execute(found)]
 
 
 def topics_of(connection: Connection, route: RouteRecord) -> list[str]:
-    """The topics of all deliveries of a route that are there: what its template has become so far."""
+    """The topics of all existing deliveries of a route: the values of its template so far."""
     rows = deliveries[route.table]
     found = select(rows.c.topic).where(rows.c.route == route.id).distinct()
     return sorted(connection.execute(found).scalars())
 
 
 def tenant_states(connection: Connection) -> list[TenantState]:
-    """Tenants that are paused or held to a rate."""
+    """Paused and rate-limited tenants."""
     held = or_(tenants.c.paused, tenants.c.rate.is_not(None))
     return [TenantState(*row) for row in connection.execute(select(tenants).where(held).order_by(tenants.c.tenant))]

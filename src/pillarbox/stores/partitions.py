@@ -1,13 +1,13 @@
-"""Daily partitions of the outbox, on PostgreSQL: how a table becomes partitioned, and how days are made ahead.
+"""Daily partitions of the outbox on PostgreSQL: partitioning an existing table, and adding days in advance.
 
-A partition is a range of event ids. An id of version 7 begins with the time, so a day of ids is, almost, a day of rows;
-the primary key begins with the event id and stays what it was. A default partition takes whatever has no day: ids of
-other versions, of far away clocks, and of days that nobody has made. So no writer ever depends on somebody who makes
-partitions, and no relay needs the right to.
+A partition is a range of event ids. A UUIDv7 begins with the time, so a day of ids is almost a day of rows, and the
+primary key, which begins with the event id, does not change. The default partition takes all other rows: ids of other
+versions, of deviating clocks, and of days without a partition. So writers depend on no maintenance, and relays need no
+additional rights.
 
-`partition` moves no row. The table that was there becomes the default partition as it is: rows keep their ids, their
-transactions and their places, so no cursor can tell the difference. A day gets a partition of its own only while the
-default holds no row of it: a partition is never attached with rows in it. `stores.days` lets go of days.
+`partition` moves no row. The existing table becomes the default partition: rows keep their ids, transactions and
+places, so no cursor is affected. A day gets a partition only while the default partition has no row of it: a partition
+is never attached with rows in it. `stores.days` drops days.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .retention import alone
 from .trail import Author, note
 
 AHEAD = 7
-"""Days for which partitions are made before they come."""
+"""Number of days that get their partitions in advance."""
 LOCK_SECONDS = 0.2
-"""How long we wait for a lock, at most: whoever comes behind us waits as long."""
+"""Longest wait for a lock: other transactions queue behind it for as long."""
 PATIENCE = 2.0
-"""Seconds that looking through the default partition may take, with writers and relays waiting."""
+"""Longest scan of the default partition in seconds; writers and relays wait meanwhile."""
 _BOUNDS = re.compile(r"FOR VALUES FROM \('([0-9a-f-]{36})'\) TO \('([0-9a-f-]{36})'\)")
 _LIKE = "INCLUDING DEFAULTS INCLUDING GENERATED INCLUDING STORAGE INCLUDING COMPRESSION"
 _LOCKED, _TOO_LONG, _THERE = "55P03", "57014", "23514"
@@ -39,7 +39,7 @@ _LOCKED, _TOO_LONG, _THERE = "55P03", "57014", "23514"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A partition that is a range of event ids: from the first one, up to and without the last one."""
+    """A partition: a range of event ids from the first one, without the last one."""
 
     name: str
     first: UUID
@@ -51,21 +51,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the outbox is kept."""
+    """The partitions of the outbox."""
 
     schema: str
     partitioned: bool = False
     owned: bool = True
-    """Whether this role may make and drop partitions."""
+    """Whether this role may add and drop partitions."""
     parts: Sequence[Part] = ()
 
     @property
     def outbox(self) -> str:
-        """The table, for a statement."""
+        """The table name for statements."""
         return f"{self.schema}.pillarbox_outbox"
 
     def gaps(self) -> Iterator[tuple[UUID, UUID]]:
-        """The ranges of ids that are left to the default partition."""
+        """The ranges of ids without a partition of their own."""
         at = UUID(int=0)
         for part in self.parts:
             if at < part.first:
@@ -76,16 +76,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `partition` would do."""
+    """The changes that `partition` would make."""
 
     partitioned: bool
-    """It is done already: only days are made."""
+    """The table is partitioned already: only days are added."""
     rows: int
-    """About how many rows become the default partition, as far as the statistics know."""
+    """Estimated number of rows that become the default partition."""
     days: Sequence[date]
-    """That get a partition."""
+    """Days that get a partition."""
     taken: Sequence[date]
-    """That stay in the default partition, because it has rows of them."""
+    """Days that stay in the default partition, because it has rows of them."""
 
 
 def first_id(day: date) -> UUID:
@@ -94,7 +94,7 @@ def first_id(day: date) -> UUID:
 
 
 def layout(connection: Connection) -> Layout:
-    """How the outbox is kept here."""
+    """The current partitions of the outbox."""
     if connection.dialect.name != "postgresql":
         return Layout("")
     found = connection.execute(_LAYOUT).one()
@@ -104,7 +104,7 @@ def layout(connection: Connection) -> Layout:
 
 
 def plan(connection: Connection, *, ahead: int) -> Plan:
-    """Look what there is to do, and whether it can be done: `StoreError` if not."""
+    """Determine the changes. Raises `StoreError` if partitioning is not possible."""
     found = _checked(connection)
     missing = missing_days(connection, found, ahead=ahead)
     taken = [day for day in missing if _has_rows(connection, day)]
@@ -113,7 +113,7 @@ def plan(connection: Connection, *, ahead: int) -> Plan:
 
 
 def missing_days(connection: Connection, found: Layout, *, ahead: int, first: int = 0) -> list[date]:
-    """Which days have no partition, of those from today, or from the first, up to so many that come."""
+    """Days without a partition, from today or the ``first`` day on, up to this many days ahead."""
     today: date = connection.execute(text("SELECT CAST(clock_timestamp() AT TIME ZONE 'UTC' AS date)")).scalar_one()
     wanted = [today + timedelta(days=number) for number in range(first, ahead + 1)]
     return [day for day in wanted if not any(part.first <= first_id(day) < part.last for part in found.parts)]
@@ -138,39 +138,37 @@ def _checked(connection: Connection) -> Layout:
     return found
 
 
-# -- what can be in the way --------------------------------------------------------------------------------------------
+# -- obstacles ---------------------------------------------------------------------------------------------------------
 
 
 def is_busy(error: DBAPIError) -> bool:
-    """Whether somebody else held a lock for too long; nothing was done, and it can be tried again."""
+    """Whether a lock was not granted in time. Nothing has changed, and a retry is possible."""
     return getattr(error.orig, "sqlstate", None) == _LOCKED
 
 
 def took_too_long(error: DBAPIError) -> bool:
-    """Whether the default partition is too large to be looked through; nothing was done."""
+    """Whether the default partition is too large to be scanned in time. Nothing has changed."""
     return getattr(error.orig, "sqlstate", None) == _TOO_LONG
 
 
 def was_taken(error: DBAPIError) -> bool:
-    """Whether the default partition has got a row of the day meanwhile; nothing was done."""
+    """Whether the default partition got a row of the day meanwhile. Nothing has changed."""
     return getattr(error.orig, "sqlstate", None) == _THERE
 
 
 def waits_briefly(connection: Connection, patience: float = 0.0) -> None:
-    """In this transaction: no lock is waited for, and no statement lasts, longer than that; without patience, as long
-    as it takes.
-    """
-    limit = max(1, round(patience * 1000)) if patience else 0  # to the server 0 is no limit
+    """Limit lock waits in this transaction, and the duration of its statements by ``patience``, if given."""
+    limit = max(1, round(patience * 1000)) if patience else 0  # PostgreSQL takes 0 for no limit
     connection.execute(_LIMITS, {"lock": f"{LOCK_SECONDS * 1000:.0f}ms", "statement": f"{limit}ms"})
 
 
-# -- making days -------------------------------------------------------------------------------------------------------
+# -- new days ----------------------------------------------------------------------------------------------------------
 
 
 def make_day(connection: Connection, day: date, author: Author, *, patience: float = PATIENCE) -> int:
-    """Make the partition of a day, in a transaction of its caller; the row of the trail.
+    """Add the partition of a day in the caller's transaction. Returns the number of the audit entry.
 
-    Writers of other days do not notice. `is_busy`, `took_too_long` and `was_taken` tell about a `DBAPIError`.
+    Writers of other days are not blocked. `is_busy`, `took_too_long` and `was_taken` classify a `DBAPIError`.
     """
     alone(connection)
     waits_briefly(connection, patience)
@@ -187,8 +185,8 @@ def _attach(found: Layout, made: str, day: date) -> str:
 
 
 def _bare_day(connection: Connection, found: Layout, day: date) -> str:
-    """An empty table like the outbox. Its indexes come when it is attached, but for the one that a writer may hear of:
-    the error about an event that was written twice is known by the name of the constraint.
+    """An empty table like the outbox. Its indexes come with the attachment, except the primary key: an error about a
+    duplicate event is recognized by the name of its constraint.
     """
     name = f"pillarbox_outbox_{day:%Y%m%d}"
     made = f"{found.schema}.{name}"
@@ -200,14 +198,14 @@ def _bare_day(connection: Connection, found: Layout, day: date) -> str:
     return made
 
 
-# -- from one table to many --------------------------------------------------------------------------------------------
+# -- partitioning ------------------------------------------------------------------------------------------------------
 
 
 def partition(connection: Connection, author: Author, *, ahead: int, patience: float = PATIENCE) -> tuple[Plan, int]:
-    """Make the outbox a partitioned table, in a transaction of its caller: what was done, and the row of the trail.
+    """Partition the outbox in the caller's transaction. Returns the changes and the number of the audit entry.
 
-    Everybody else waits from the lock to the COMMIT, so that is kept short: catalogs change, and the rows are read
-    once, for `patience` seconds at most, to see that none of them is of a day that gets a partition.
+    Everything else waits from the lock to the COMMIT, so that time is kept short: catalogs change, and the rows are
+    read once, for at most `patience` seconds, to check that none of them belongs to a new partition.
     """
     alone(connection)
     waits_briefly(connection, patience)
@@ -238,7 +236,7 @@ def partition(connection: Connection, author: Author, *, ahead: int, patience: f
     for day in wanted.days:
         connection.exec_driver_sql(_attach(found, _bare_day(connection, found, day), day))
     connection.exec_driver_sql(f"ALTER TABLE {found.outbox} ATTACH PARTITION {default} DEFAULT")
-    # Rights that everybody gets on new tables are not those of this one.
+    # Default privileges for new tables are not those of this table.
     for statement in (*connection.scalars(_REVOKED).all(), *carried, *views):
         connection.exec_driver_sql(statement)
     details = {"rows": wanted.rows, "days": [str(day) for day in wanted.days]}
@@ -246,7 +244,7 @@ def partition(connection: Connection, author: Author, *, ahead: int, patience: f
 
 
 def _identity(connection: Connection, found: Layout) -> list[str]:
-    """The column draws from a sequence of the same name, which goes on where the old one was."""
+    """The column's sequence keeps its name and continues where the old one was."""
     it = connection.execute(_SEQUENCE).one()
     last = connection.exec_driver_sql(f"SELECT last_value, is_called FROM {it.name}").one()  # noqa: S608  its own name
     options = (
@@ -336,7 +334,7 @@ _VIEWS = text(
     WHERE d.refclassid = CAST('pg_class' AS regclass) AND d.refobjid = {_OUTBOX} AND v.relkind = 'v'
     """  # noqa: S608  constants
 )
-"""A view knows its tables by their numbers, and would stay with the old one: it is told its own text again."""
+"""A view refers to tables by oid and would keep reading the old one, so it is created again from its own definition."""
 _CARRIED = text(
     f"""
     SELECT format('ALTER TABLE %s OWNER TO %I', {_NAME}, pg_get_userbyid(c.relowner)) FROM {_TABLE}
@@ -370,7 +368,7 @@ _CARRIED = text(
     FROM {_TABLE} JOIN pg_publication_rel r ON r.prrelid = c.oid JOIN pg_publication p ON p.oid = r.prpubid
     """  # noqa: S608  constants
 )
-"""What belongs to the table, for the one that takes its name."""
+"""Objects of the old table that the new one takes over."""
 _OBSTACLES = text(
     f"""
     SELECT pg_describe_object(d.classid, d.objid, d.objsubid) FROM pg_depend d
@@ -399,4 +397,4 @@ _OBSTACLES = text(
     SELECT 'a table that inherits' FROM pg_inherits i WHERE {_OUTBOX} IN (i.inhparent, i.inhrelid)
     """  # noqa: S608  constants
 )
-"""What would stay with the old table, or could not be there at all."""
+"""Objects that would stay with the old table, or cannot exist on a partitioned one."""

@@ -1,8 +1,7 @@
-"""What PostgreSQL's own output plugin says on a replication stream, as far as an outbox needs it: rows of one table.
+"""Decoder for PostgreSQL's output plugin ``pgoutput``, as far as an outbox needs it: inserts into one table.
 
-Messages of other tables, of transactions, and of kinds that we did not ask for are passed over; a message that a
-transaction leaves outside of itself (`pg_logical_emit_message(false, ...)`), and that is delivered even if it rolls
-back, is one of these.
+All other messages are skipped. One of these is `pg_logical_emit_message(false, ...)`, which is delivered even if its
+transaction rolls back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..errors import StoreError
 from ..outbox import LaneName
 
 COLUMNS = ("id", "event_id", "route", "shard", "topic", "key", "tenant", "headers", "body", "xid")
-"""What of a row is wanted. Everything else is left out of the publication where the server can do that."""
+"""The required columns. Where the server supports it, the publication leaves out the others."""
 
 _INSERT, _RELATION = b"IR"
 _BINARY, _NULL = b"bn"
@@ -26,7 +25,7 @@ _ID = struct.Struct(">q")
 
 
 class Streamed(NamedTuple):
-    """A row as it came, with its values still in their binary form: most of it is decoded only if it is used."""
+    """A streamed row with undecoded values: most are decoded only when they are used."""
 
     id: int
     xid: int
@@ -39,7 +38,7 @@ class Streamed(NamedTuple):
     body: bytes
 
     def values(self) -> tuple[str, str, str, str | None, str, bytes]:
-        """Event id, topic, key, tenant, headers and body, as a statement brings them."""
+        """Event id, topic, key, tenant, headers and body, as a statement returns them."""
         tenant = None if self.tenant is None else self.tenant.decode()
         headers = self.headers.decode()
         digits = self.event_id.hex()
@@ -48,17 +47,17 @@ class Streamed(NamedTuple):
 
 
 class Decoder:
-    """Reads the messages of one stream, in their order: the server describes a table once, before its first row."""
+    """Decodes the messages of one stream in their order: the server describes a table once, before its first row."""
 
     def __init__(self, table: int, skip: Container[int] = ()) -> None:
         self._table = table
-        """The table's oid: another schema may have one with the same name."""
+        """The table's oid: another schema may have a table of the same name."""
         self._skip = skip
         self._wanted: tuple[int, ...] = ()
 
     def row(self, message: memoryview) -> Streamed | None:
-        """The row that the message brings, if it is one of our table, with a transaction. What ``skip`` holds the id of
-        is not even looked at.
+        """The row of an insert into the outbox, if it has a transaction. A row whose id is in ``skip`` is not
+        decoded.
         """
         kind = message[0]
         if kind == _INSERT:
@@ -100,7 +99,7 @@ class Decoder:
                 raise StoreError(f"the stream brings a value as {chr(kind)!r}, and binary was asked for")
         row, event_id, route, shard, topic, key, tenant, headers, body, xid = [found[index] for index in self._wanted]
         if xid is None or row is None or route is None or shard is None:
-            return None  # from before there was a log
+            return None  # written before the log existed
         lane = LaneName(int.from_bytes(route, signed=True), int.from_bytes(shard, signed=True))
         values = (event_id or b"", topic or b"", key or b"", tenant, headers or b"", body or b"")
         return Streamed(int.from_bytes(row), int.from_bytes(xid), lane, *values)

@@ -1,4 +1,4 @@
-"""A pool of one's own on the same database: relays and services must not wait for each other's connections."""
+"""Separate connection pools: relays and services must not wait for each other's connections."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 
 def with_own_pool(engine: AsyncEngine) -> AsyncEngine:
-    """An engine that connects as the given one does, with its own connections. An in-memory SQLite has only one: there
-    it is the engine itself.
+    """An engine that connects like the given one, with its own pool. An in-memory SQLite has only one connection, so
+    there it is the same engine.
     """
     given = engine.sync_engine
     return engine if isinstance(given.pool, StaticPool) else AsyncEngine(own_pool(given))

@@ -1,8 +1,8 @@
-"""The outbox as a queue: a status per row, for MariaDB/MySQL and SQLite.
+"""The outbox as a queue, for MariaDB/MySQL and SQLite: a status per row.
 
-A relay owns the lane, not the rows, so nothing is locked while it sends and order within a key is never lost. A fresh
-row is found by its status, so a transaction that commits late, with a low id, is found by the next poll. What has
-failed, and what waits behind it, stands in the failure book (`stores.failures`); the status of its row follows.
+A relay leases the lane, not its rows, so it locks nothing while it sends, and keys keep their order. Fresh rows are
+found by their status, so the next poll finds a transaction that commits late, with a low id. Failed rows and the rows
+behind them are in the failure book (`stores.failures`), and their status in the outbox follows it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class QueueStore(Appender, Leases):
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:
         return await self.autocommit(self._rebuild, lane)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
 
     def _ready(self, connection: Connection, routes: list[int], relay: str | None) -> frozenset[LaneName]:
         statement = ready(self._words(connection), here=relay is not None)
@@ -111,7 +111,7 @@ class QueueStore(Appender, Leases):
         lane.check_batch(found)
         return [(number, replace(row, attempts=attempts.get(row.id, row.attempts))) for number, row in found]
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writes --------------------------------------------------------------------------------------------------------
 
     def _announce(self, connection: Connection, lane: Lane, following: Lane, batch: Batch) -> Lane:
         values = stored(following.announced)
@@ -119,7 +119,7 @@ class QueueStore(Appender, Leases):
         book = self.book(connection, lane)
         book.settle()
         self._mark_sent(connection, lane)
-        # Attempts are given back without a look at the row, which may have been sent or discarded by now.
+        # Attempts are given back without a read: the row may have been sent or discarded meanwhile.
         given_back = book.know(failure.row for failure in batch.failures if not failure.error)
         book.fail(batch.failures, {*given_back, *(failure.row for failure in batch.failures if failure.error)})
         book.park(batch.parked, batch.parked)
@@ -174,8 +174,8 @@ class QueueStore(Appender, Leases):
 
 
 def _fetched(connection: Connection, statement: Any, parameters: dict[str, Any]) -> Sequence[Any]:
-    """The rows as the driver has them: nothing in them is to be converted, and a wrapper around each would cost more
-    than the rest.
+    """The rows in the driver's own form: they need no conversion, and a wrapper for each would cost more than
+    the rest.
     """
     result = connection.execute(statement, parameters)
     rows: Sequence[Any] = result.cursor.fetchall() if result.cursor is not None else ()
@@ -184,7 +184,7 @@ def _fetched(connection: Connection, statement: Any, parameters: dict[str, Any])
 
 
 def _following(lane: Lane, batch: Batch) -> Lane:
-    """The lane once the batch is announced."""
+    """The lane after the batch is announced."""
     first, items = lane.next_number, tuple(batch.items)
     announced = None
     if items:
@@ -200,6 +200,6 @@ def _pairs(lane: Lane) -> list[tuple[int, int]]:
 
 
 def _attempts(lane: Lane) -> dict[int, int]:
-    """Of rows of the announced batch that are suspected of killing relays, and have never failed."""
+    """Attempts of rows of the announced batch that are suspected of killing relays, and have never failed."""
     told = {} if lane.announced is None else lane.announced.details.get("attempts", {})
     return {int(row): count for row, count in told.items()}

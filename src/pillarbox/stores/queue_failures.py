@@ -1,7 +1,7 @@
-"""The failure book beside a queue: what is asked of it on MariaDB, MySQL and SQLite.
+"""The failure book of a queue: its statements on MariaDB, MySQL and SQLite.
 
-A queue finds its rows by their status in the outbox, so that follows the book: a row that the book does not know is
-PENDING, or has come to its end.
+A queue finds its rows by their status in the outbox, so that status follows the book. A row that is not in the book is
+PENDING, or final.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tables import failures, outbox
 
 
 class QueueFailures(Failures):
-    """The failed rows of a lane that is a queue."""
+    """The failed rows of a lane in a queue."""
 
     def statements(self) -> Book:
         return _book(self._words)
@@ -36,25 +36,25 @@ class QueueFailures(Failures):
         return sending(self.lane)
 
     def settled(self) -> Sequence[int]:
-        # The key of a row that has failed before is among those that wait.
+        # The keys of failed rows are among the waiting ones.
         return sending(self.lane) if self.lane.waiting else ()
 
     def is_sending(self, row: Known, lane: Lane) -> bool:
         return row.at.id in sending(lane)
 
     def is_passed(self, row: Known, lane: Lane) -> bool:  # noqa: ARG002  the port has them
-        return False  # `Book.known` finds only what is PENDING, or in the book
+        return False  # `Book.known` finds only rows that are PENDING or in the book
 
     def changed(self, rows: Collection[int]) -> None:
         self._do(_follow(self._words), ids=[*rows])
 
 
 def sending(lane: Lane) -> list[int]:
-    """The rows that are on their way."""
+    """The rows in flight."""
     return [] if lane.announced is None else [row for row in lane.announced.items if row]
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- statements --------------------------------------------------------------------------------------------------------
 
 _LANE = "f.route = :route AND f.shard = :shard"
 _WAITING = "IN ('RETRYING', 'PARKED', 'FAILED')"
@@ -65,7 +65,7 @@ _ROW = """
 
 @cache
 def rows_named(table: str) -> TextClause:
-    """Rows that are not at their end, as they are to be sent, with their schema versions."""
+    """Rows that are not final, as they are to be sent, with their schema versions."""
     return with_ids(
         f"""
         SELECT {_ROW}, o.schema_version FROM {table} o
@@ -81,7 +81,7 @@ def _is_due(words: Words) -> str:
 
 
 def _blocks(words: Words, rows: str, tenant: str, parks: str = ":parks") -> str:
-    """Whether a row is this tenant's, and later ones of its key must not overtake it."""
+    """Whether a row is of this tenant, and later ones of its key must not overtake it."""
     return f"{rows}.tenant {words.same} {tenant} AND ({rows}.status <> 'FAILED' OR {parks})"
 
 
@@ -95,7 +95,9 @@ def _first(words: Words, of: str, parks: str = ":parks") -> str:
 
 
 def _page(words: Words, found: str, status: str) -> str:
-    """Rows up to the one with which the bytes are reached; sizes first, as a database copies what it adds up."""
+    """Rows up to the one with which the bytes are reached. Sizes are read first, because databases copy
+    summed values.
+    """
     return f"""
         SELECT {_ROW}, {status} FROM (
             SELECT sized.row_id, sized.size, sum(sized.size) OVER (ORDER BY sized.row_id) AS total FROM (
@@ -157,7 +159,7 @@ def _book(words: Words) -> Book:
         write=text(words.write),
         promote=with_ids(f"UPDATE {book} SET {again} WHERE {named} AND status = 'PARKED'"),  # noqa: S608  constants
         done=(
-            # An edit is kept as long as its row: it is what was sent.
+            # An edit is kept as long as its row, as the record of what was sent.
             with_ids(
                 f"UPDATE {book} SET status = 'SENT', available_at = NULL WHERE {named} AND event_id IS NOT NULL"  # noqa: S608
             ),
@@ -176,7 +178,7 @@ def _book(words: Words) -> Book:
 
 @cache
 def _follow(words: Words) -> TextClause:
-    """Copies the statuses of these rows from the book to the outbox."""
+    """Copy the statuses of these rows from the book to the outbox."""
     return with_ids(
         f"""
         UPDATE {words.table} {words.by_id} SET status = coalesce((
@@ -189,7 +191,7 @@ def _follow(words: Words) -> TextClause:
 
 @cache
 def ready(words: Words, *, here: bool) -> TextClause:
-    """The lanes with something to do; ``here``: of those that one relay has."""
+    """Lanes that have something to do; with ``here``, only those of one relay."""
     first = _first(words, "f", "r.on_failure = 'park'")
     held = f"AND l.locked_by = :relay AND l.locked_until > {words.now}" if here else ""
     return with_ids(

@@ -1,8 +1,8 @@
-"""What the queue store tells MariaDB, MySQL and SQLite. What it says of failures is in `stores.queue_failures`.
+"""Statements of the queue store for MariaDB, MySQL and SQLite. `stores.queue_failures` has those about failures.
 
-A status is written as a constant, so that the planner knows that a partial index holds all that is asked for, and a
-subquery that looks for one row orders and limits, so that it is a probe of an index and never a join, whatever the
-statistics say. SQLite knows the quotes of MySQL, too.
+Statuses are constants, so that the planner knows that a partial index covers the query. A subquery for one row has an
+ORDER BY and a LIMIT, so that it is an index probe and never a join, regardless of statistics. SQLite accepts MySQL's
+quotes, too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _FRESH = "o.route = :route AND o.shard = :shard AND o.status = 'PENDING' AND o.s
 
 @dataclass(frozen=True)
 class Words:
-    """What each database says about a table of deliveries in its own way."""
+    """The dialect-specific parts of the statements about a table of deliveries."""
 
     table: str
     now: str
     same: str
-    """Whether two values are equal, or both missing."""
+    """Whether two values are equal or both missing."""
     send: str
     """Marks rows as sent, with their numbers: takes pairs of id and number."""
     write: str
@@ -35,14 +35,15 @@ class Words:
     forget: str
     """Deletes requests by their ids."""
     remove: tuple[str, str]
-    """Deletes rows that are at their end, by their ids: from the failure book, and then from the table."""
+    """Deletes final rows by their ids: from the failure book, and then from the table."""
     join: str = "JOIN"
-    """Of tables in the order in which they are written down."""
+    """Joins tables in their written order."""
     by_id: str = ""
     by_key: str = ""
     by_time: str = ""
-    """To lead a statement to an index, whatever the statistics say. InnoDB locks all rows that it looks at, and waits
-    for those that business transactions have just written: it must look at no others than it changes."""
+    """Forces an index, regardless of statistics. InnoDB locks all rows that it reads, and waits for rows of open
+    business transactions, so a statement must read only rows that it changes.
+    """
 
 
 _LISTED = "JSON_TABLE(:ids, '$[*]' COLUMNS (id BIGINT PATH '$')) t"
@@ -130,7 +131,7 @@ def _sqlite(table: str) -> Words:
 
 @cache
 def words(dialect: str, table: str) -> Words:
-    """What a database says about a table of deliveries."""
+    """The dialect-specific parts for a table of deliveries."""
     return _sqlite(table) if dialect == "sqlite" else _mysql(table)
 
 
@@ -157,8 +158,8 @@ def with_json(statement: str) -> TextClause:
 
 @cache
 def fresh(table: str, *, sending: bool, paused: bool) -> TextClause:
-    """Rows that were never tried, then a column that is 0; and ids of people's requests, where that is 1. With or
-    without rows that are on their way and paused tenants.
+    """Rows that were never tried, followed by 0, and ids of operators' requests, followed by 1. With or without rows in
+    flight and paused tenants.
     """
     not_sending = "AND {} NOT IN :sending" if sending else ""
     not_paused = "AND (o.tenant IS NULL OR o.tenant NOT IN :paused)" if paused else ""
@@ -189,5 +190,5 @@ def fresh(table: str, *, sending: bool, paused: bool) -> TextClause:
 
 @cache
 def sent(words: Words) -> TextClause:
-    """The batch is at the destination."""
+    """Mark the batch as sent."""
     return text(words.send)

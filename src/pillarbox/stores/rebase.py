@@ -1,20 +1,20 @@
-"""Makes a copy of a log its own: a database that came from a dump or by logical replication.
+"""Rebase: turns a copy of a log, made by a dump or by logical replication, into an original.
 
-In a copy, rows and cursors have the numbers of transactions of another server. They fit together, so what is not done
-can still be told; but new rows get numbers of this server, and what those mean to an old cursor is chance. `rebase`
-reads the old numbers once more and leaves none that a cursor would ever ask about:
+In a copy, rows and cursors have transaction ids of another server. They are consistent with each other, so unfinished
+rows can still be determined. But new rows get ids of this server, which have no defined order to the old cursors.
+`rebase` reads the old ids once more, and leaves none that a cursor would ever compare:
 
-- a row that is done, or that no cursor has reached, needs no number: `NULL` is older than every snapshot. Most rows of
-  a big source have numbers that are not even reached here, so this writes the table once. It changes nothing of what
-  the copy means, so it is done in portions before anything else: `forget`. It can be stopped and begun again. Numbers
-  that have ended here, too, may stay;
-- a row that a cursor has passed and that is not done, because it was late or in an announced batch, becomes a row of
-  the transaction that rebases, and the new cursor does not show that transaction: so it is late, as it was, and comes
-  before all fresh rows, in the order of its id. It keeps its id, so whatever names it by its id still does;
-- a batch that was announced is dissolved. Its numbers are not used again. Of its rows, those that come before a failed
-  one of their key go to the failed rows, due at once: there the order is that of the ids.
+- A row that is finished, or that no cursor has reached, needs no id: `NULL` is older than every snapshot. Most rows of
+  a large source have ids that were not reached here yet, so this writes the table once. It does not change the meaning
+  of the copy, so it is done first, in portions: `forget`. It can be interrupted and repeated. Ids that are in the past
+  here, too, may stay.
+- An unfinished row that a cursor has passed, because it was late or in an announced batch, becomes a row of the
+  rebasing transaction, which the new cursor does not show. So it is late again, and precedes all fresh rows, in the
+  order of its id. It keeps its id, so references to it stay valid.
+- An announced batch is dissolved. Its numbers are not used again. Those of its rows that precede a failed one of their
+  key become failed rows that are due at once, because failed rows are sent in the order of their ids.
 
-Everything but `forget` is one transaction, under locks that let nobody write.
+Everything but `forget` is one transaction, under locks that block all writers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tables import lanes, meta
 from .trail import Author, note, one_person_at_a_time
 
 PORTION = 10_000
-"""How many rows `forget` reads in one transaction."""
+"""Rows that `forget` reads in one transaction."""
 
 _LANES = """
     SELECT l.route, l.shard, l.cursor, l.detours, CAST(split_part(l.cursor, ' ', 1) AS bigint) AS high,
@@ -49,8 +49,8 @@ _COVERED = "pillarbox_covered(pillarbox_cursor(l.cursor, l.detours, o.tenant), o
 
 
 def _undone(table: str) -> str:
-    """Rows that a cursor or an announcement has passed, and that are not done, each once: what the lane has covered is
-    not done only if its detour has not. Those that have failed are where they belong.
+    """Unfinished rows that a cursor or an announcement has passed, each once: a row that the lane covers is unfinished
+    only if its detour does not cover it. Failed rows need no change.
     """
     return f"""
     SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
@@ -77,21 +77,21 @@ def _undone(table: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What there is to do in a copy."""
+    """The unfinished rows of a copy."""
 
     lanes: int
     batches: int
-    """That were announced and not settled."""
+    """Announced batches that are not settled."""
     late: int
-    """Rows that were passed and are not done, those of the batches included."""
+    """Unfinished rows that were passed, including those of the batches."""
     fresh: int
     """Rows that no cursor has reached."""
     failed: int
-    """Rows that are tried again, parked or dead."""
+    """Rows that are retrying, parked or failed."""
 
 
 def survey(connection: Connection) -> Survey:
-    """Count what is not done; refuses where there is nothing to rebase, or where it cannot be done now."""
+    """Count the unfinished rows. Raises an error if there is nothing to rebase, or if it is not possible now."""
     _check(connection)
     lanes, batches, failed = connection.execute(_LANES_AND_FAILED).one()
     counts = [connection.execute(each.survey).one() for each in _EACH.values()]
@@ -120,9 +120,9 @@ def _check(connection: Connection) -> None:
 
 
 def forget(connection: Connection) -> int:
-    """Take the numbers from rows that need none, each portion in a transaction of its own: from how many.
+    """Remove transaction ids from rows that need none, each portion in its own transaction. Returns the number of rows.
 
-    What a row means does not depend on it, so a copy that was left in the middle is the same copy.
+    The meaning of a row does not depend on such an id, so an interrupted copy is still the same copy.
     """
     _check(connection)
     oldest = connection.execute(text("SELECT CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text)")).scalar_one()
@@ -144,8 +144,8 @@ def _forget(connection: Connection, about: _Statements, oldest: str) -> int:
 
 
 def rebase(connection: Connection, author: Author, *, new_install_id: bool = False) -> tuple[Survey, UUID, int]:
-    """Do it, in a transaction of its caller: what was done, the install id, and the number of the row in the trail."""
-    # Who writes has committed or rolled back once we have these, and the next statement sees all of it.
+    """Rebase in the caller's transaction. Returns the survey, the install id and the number of the audit entry."""
+    # With these locks, all writers have committed or rolled back, and the next statement sees all rows.
     connection.execute(text("SET LOCAL lock_timeout = '10s'"))
     one_person_at_a_time(connection)
     connection.execute(text(f"LOCK TABLE pillarbox_lanes, {', '.join(TABLES)} IN SHARE ROW EXCLUSIVE MODE"))
@@ -176,16 +176,16 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
 
 
 def _before(snapshot: Snapshot, number: int) -> Snapshot:
-    """The snapshot without this transaction, and without all that came after it. Our own number is in no list of
-    running ones that we can read, so it would count as ended.
+    """The snapshot without this transaction and all later ones. The own transaction id is in no readable list of
+    running ones, so it would otherwise count as ended.
     """
     xmax = min(snapshot.xmax, number)
     return Snapshot(min(snapshot.xmin, xmax), xmax, tuple(xid for xid in snapshot.running if xid < xmax))
 
 
 def _draw_ids_above_all(connection: Connection, about: _Statements) -> None:
-    """A dump brings the sequence along, logical replication does not. What was written here before anybody noticed has
-    ids from its beginning, far below the cursors: it gets new ones.
+    """Give new ids to rows that were written here too early. A dump copies the sequence, logical replication does not:
+    rows written before the rebase then have ids from its beginning, far below the cursors.
     """
     sequence, drawn, highest = connection.execute(about.ids).one()
     if drawn >= highest:
@@ -212,7 +212,7 @@ _LANES_AND_FAILED = text(
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    """What is said about one table of deliveries."""
+    """The statements about one table of deliveries."""
 
     survey: TextClause
     forget: TextClause
@@ -223,7 +223,7 @@ class _Statements:
     move_up: TextClause
 
 
-# A fresh copy has no statistics: without this each portion may read and sort all that is left.
+# A fresh copy has no statistics: without this, each portion might read and sort all remaining rows.
 _IN_ORDER = text("SELECT set_config(name, 'off', true) FROM (VALUES ('enable_seqscan'), ('enable_bitmapscan')) s(name)")
 _MOVE = text(
     f"""
@@ -246,8 +246,8 @@ def _statements(table: str) -> _Statements:
                     WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id))
             """  # noqa: S608  constants
         ),
-        # By the primary key, so that it is walked over once. Not those that were written here: if their ids are to
-        # be told from the copied ones, it is by these numbers.
+        # By the primary key, so that the table is read once. Rows that were written here keep their transaction ids,
+        # which later tell them from copied rows.
         forget=text(
             f"""
             WITH page AS MATERIALIZED (
@@ -287,7 +287,8 @@ def _statements(table: str) -> _Statements:
             WHERE o.event_id = u.event_id AND o.route = u.route AND o.schema_version = u.schema_version
             """  # noqa: S608  constants
         ),
-        # By chance a number of the source may be ours. What we have just written is known by its xmin.
+        # A transaction id of the source may equal the current one. Rows that were just written are recognized by their
+        # xmin.
         forget_the_rest=text(
             f"""
             UPDATE {table} o SET xid = NULL FROM pillarbox_lanes l

@@ -1,19 +1,19 @@
-"""Retention: which deliveries may go, how they are found, and how they go.
+"""Retention: which deliveries have expired, and how they are found and deleted.
 
-Age alone never deletes. What may go has been dealt with, and nobody can come back to it:
+Age alone never deletes. A delivery must be final, so that no read can return to it:
 
-- in a queue, and wherever else the row itself says so: what is SENT or DISCARDED;
-- in a log: what the settled cursor has passed and no look can find again. Its id is not above ``high``, its transaction
-  is older than all that were at work when the lane last looked, and it waits in no failure row. A row with a low id
-  that commits late is none of these, and nor is anything of an announced batch.
+- in a queue, and wherever the row itself has a status: it is SENT or DISCARDED;
+- in a log: the settled cursor has passed it, and no read can find it again. Its id is not above ``high``, its
+  transaction is older than all that were running at the lane's last read, and it waits in no failure row. A row with a
+  low id that commits late is not final, and neither is a row of an announced batch.
 
-A row of a log is as old as the batch that passed it, which the journal knows; one that waited out a failure counts from
-the batch that first came to it. The records of what was discarded or edited go with their rows, and a line of the
-journal goes when no row is left that it tells about.
+The age of a row in a log is that of the batch that passed it, by the journal; after a failure, that of the first batch
+that had it. Records of discards and edits are deleted with their rows. A journal entry is deleted when no row is left
+that it is about.
 
-Every function runs in a transaction of its caller, which is meant to be short: a page of rows is found by an index
-behind the last one, so that a run walks over each row once. Rows are deleted by their identity, if it is still true
-that they may go. Relays and writers never touch these rows, so nobody waits for anybody.
+Every function runs in a short transaction of its caller. A page of rows is found by an index behind the last one, so a
+run reads each row once. Rows are deleted by their identity, if they are still expired. Relays and writers never touch
+these rows, so neither side waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .tables import deliveries, lanes, routes
 from .trail import one_person_at_a_time
 
 MINIMUM_AGE = 60.0
-"""Seconds. Who lost the answer to a COMMIT asks for the row that it wrote: a row must outlive the question."""
+"""Minimum age in seconds: after a lost answer to COMMIT, the client searches for its row, which must still exist."""
 _SCANNED = 5_000
 _REMEMBERED = 1_000
 _FIRST, _LAST = UUID(int=0), UUID(int=2**128 - 1)
@@ -49,7 +49,7 @@ _CLOCKS_DIFFER = 86_400.0
 
 
 class RowKey(NamedTuple):
-    """How a row is found again, and the size of its body."""
+    """Identity of a row, and the size of its body."""
 
     id: int
     event_id: UUID
@@ -60,66 +60,66 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is to go: everything, or one route's, that was dealt with before a moment of the database's clock."""
+    """The deliveries to delete: of all routes or one, final before a time of the database's clock."""
 
     before: datetime
     now: datetime
     route: int | None = None
     tables: tuple[str, ...] = TABLES
-    """Where it is."""
+    """Their tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """How far a lane had come at the moment that counts."""
+    """Positions of a lane at the limit of age."""
 
     before: datetime
     passed: str
-    """The cursor of its last batch before that."""
+    """The cursor of its last batch before the limit."""
     told: Mapping[str, str | None]
-    """The same for tenants with detours in the journal: they were sent later than the lane has passed them over."""
+    """The same for tenants whose detours are in the journal: their rows were sent later than the lane skipped them."""
 
     @property
     def reach(self) -> int:
-        """No row behind this one is old enough."""
+        """The highest id that can be old enough."""
         cursors = [self.passed, *(cursor for cursor in self.told.values() if cursor is not None)]
         return max(int(cursor.partition(" ")[0]) for cursor in cursors)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a table that is walked by one index: a lane of a log, or a range of the primary key."""
+    """A part of a table that is read by one index: a lane of a log, or a range of the primary key."""
 
     route: int | None = None
     shard: int = 0
     old: Old | None = None
-    """In a log: what is old enough by the journal. Without it, and with a lane, the journal is empty."""
-    # Of the ids of events.
+    """In a log, the positions of the journal. None in a lane whose journal is empty."""
+    # Of event ids.
     first: UUID = _FIRST
     last: UUID = _LAST
     table: str = OUTBOUND
 
 
 Position = tuple[Any, ...]
-"""Where a walk goes on: behind this key; at its start it is empty."""
+"""Key after which a read continues; empty at its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What may go of the next rows, and where the walk goes on; None at the end of the stretch."""
+    """The expired rows of the next page, and the position after it; None at the end of the stretch."""
 
     keys: Sequence[RowKey]
     after: Position | None
 
 
-# -- looking -----------------------------------------------------------------------------------------------------------
+# -- search ------------------------------------------------------------------------------------------------------------
 
 
 def scope(
     connection: Connection, *, older_than: float, route: str | None = None, tables: tuple[str, ...] = TABLES
 ) -> Scope:
-    """What an age means now. `StoreError` if this database cannot tell what may go, or has no such route, or has its
-    deliveries in none of these tables.
+    """The scope for an age, now. Raises `StoreError` if this database cannot tell which rows are final, has no such
+    route, or has its deliveries in none of these tables.
     """
     guard(connection)
     before, now = connection.execute(select(from_now(-older_than), from_now())).one()
@@ -135,7 +135,9 @@ def scope(
 
 
 def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
-    """Where to look, in this order: what is left behind by the lanes of a log is quickly walked over afterwards."""
+    """The stretches to read, in this order: first the lanes of a log, then ranges of ids, which have few rows left by
+    then.
+    """
     if not _is_postgres(connection):
         return [Stretch(table=table) for table in scope.tables]
     found = []
@@ -147,7 +149,7 @@ def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
         old = _old(connection, scope, lane) if is_told else None
         if old is None or old.reach:
             found.append(Stretch(row.id, row.shard, old, table=table))
-    # Most ids of events tell when they were raised: between the moment that counts and now there is nothing old.
+    # Most event ids have the time of their event: between the limit of age and now, none is old enough.
     young, ahead = first_uuid7(scope.before.timestamp()), first_uuid7(scope.now.timestamp() + _CLOCKS_DIFFER)
     for table in scope.tables:
         found += [Stretch(last=young, table=table), Stretch(first=max(young, ahead), table=table)]
@@ -155,10 +157,10 @@ def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
 
 
 def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position, limit: int) -> Page:
-    """Look at the next rows behind a position, at most ``limit``."""
+    """Read the next rows behind a position, at most ``limit``."""
     if stretch.route is not None:
         return _log_page(connection, scope, stretch, after, limit)
-    # On PostgreSQL ids have no index of their own, and the identity is the primary key; elsewhere the id is.
+    # On PostgreSQL, row ids have no index of their own, and the identity is the primary key; elsewhere, the id is.
     postgres = _is_postgres(connection)
     o = deliveries[stretch.table].alias("o")
     position = (o.c.event_id, o.c.route, o.c.schema_version) if postgres else (o.c.id,)
@@ -189,7 +191,7 @@ def page(connection: Connection, scope: Scope, stretch: Stretch, after: Position
         .order_by(*position)
         .limit(limit)
     ).all()
-    ends = len(rows) < limit or not (postgres or any(row.old for row in rows))  # ids are drawn as time goes by
+    ends = len(rows) < limit or not (postgres or any(row.old for row in rows))  # ids rise with time
     last = rows[-1] if rows else None
     at = None if ends or last is None else (last.event_id, last.route, last.schema_version) if postgres else (last.id,)
     return Page(_keys(rows), at)
@@ -216,7 +218,7 @@ def _keys(rows: Sequence[Any]) -> list[RowKey]:
 
 
 def by_journal(old: Old | None) -> dict[str, Any]:
-    """What `OLD` asks for, as parameters."""
+    """The parameters of `OLD`."""
     if old is None:
         return {"passed": None, "told": None, "reach": None}
     return {"passed": old.passed, "told": json.dumps(dict(old.told)), "reach": old.reach}
@@ -233,8 +235,8 @@ def _old(connection: Connection, scope: Scope, lane: Mapping[str, Any]) -> Old:
             break
     told = dict[str, str | None]()
     for tenant, cursor, batch in connection.execute(_BY_DETOUR, {**lane, "before": scope.before}):
-        # What the lane has told about a tenant's rows, it has told before its detour began or after it had ended; so
-        # whichever came last has passed all that the other one had.
+        # The lane itself has sent a tenant's rows before its detour began or after it ended. So the later of the two
+        # cursors covers the other one.
         ours = last is not None and tenant not in last.passed_over and last.batch > (batch or 0)
         told[tenant] = last.cursor if ours else cursor
     return Old(scope.before, str(Cursor()) if last is None else last.cursor, told)
@@ -245,7 +247,7 @@ def _is_postgres(connection: Connection) -> bool:
 
 
 def guard(connection: Connection) -> None:
-    """A log is pruned only where its cursors mean what they meant, by somebody from whom no policy hides a failure."""
+    """Refuse to prune a log whose cursors have lost their meaning, or whose failures are hidden by a row filter."""
     if not _is_postgres(connection):
         return
     state = origin.state(connection)
@@ -259,11 +261,13 @@ def guard(connection: Connection) -> None:
         raise StoreError(origin.COPY)
 
 
-# -- deleting ----------------------------------------------------------------------------------------------------------
+# -- deletion ----------------------------------------------------------------------------------------------------------
 
 
 def remove(connection: Connection, keys: Sequence[RowKey], table: str = OUTBOUND) -> int:
-    """Delete those of the rows that are still there and may still go, with the records about them; how many."""
+    """Delete the rows of these that still exist and are still expired, with the records about them. Returns their
+    number.
+    """
     alone(connection)
     if not keys:
         return 0
@@ -287,8 +291,8 @@ def identities(keys: Sequence[RowKey]) -> dict[str, list[Any]]:
 
 
 def clear_journal(connection: Connection, stretch: Stretch, after: Position, limit: int) -> tuple[int, Position | None]:
-    """Look at the next lines of a lane's journal, at most ``limit``, and delete those that tell about no row any more:
-    how many, and where it goes on. For lanes that have been walked to their end.
+    """Read at most ``limit`` entries of a lane's journal, and delete those without a remaining row. Returns the number
+    of deleted entries and the next position. For lanes whose rows were read to the end.
     """
     if stretch.route is None or stretch.old is None:
         return 0, None
@@ -322,13 +326,13 @@ def clear_journal(connection: Connection, stretch: Stretch, after: Position, lim
 
 
 def alone(connection: Connection) -> None:
-    """One person at a time; and the rows that it asks for are found by an index."""
+    """Let operators take turns, and force indexes in this transaction."""
     one_person_at_a_time(connection)
     if _is_postgres(connection):
         connection.execute(_BY_INDEX)
 
 
-# -- what a log is asked -----------------------------------------------------------------------------------------------
+# -- statements for logs -----------------------------------------------------------------------------------------------
 
 _HIGH = "CAST(split_part(l.cursor, ' ', 1) AS bigint)"
 _WAITS = """(
@@ -343,11 +347,12 @@ BEHIND = f"""(
     o.status = 'PENDING' AND o.id <= CAST(split_part({_CURSOR}, ' ', 1) AS bigint)
     AND (o.xid IS NULL OR o.xid < {_XMIN}) AND {_XMIN} <= pg_snapshot_xmin(pg_current_snapshot()) AND {_WAITS} IS NULL
 )"""
-"""A row of a log that no look can find again. The lane's row and the failures are read by the same statement, and a
-cursor passes a row in the transaction that writes its failure."""
+"""Whether no read can find a row of a log again. One statement reads the lane's row and the failures, and a cursor
+passes a row in the transaction that writes its failure.
+"""
 
 _BY_INDEX = text("SELECT set_config('enable_seqscan', 'off', true)")
-"""For this transaction: all that is asked has an index, whatever the statistics say."""
+"""Force indexes in this transaction: every query has one, regardless of statistics."""
 _LOGS = select(lanes.c.shard, routes).join(routes, routes.c.id == lanes.c.route).order_by(lanes.c.route, lanes.c.shard)
 _JOURNALED = text("SELECT 1 FROM pillarbox_journal j WHERE j.route = :route AND j.shard = :shard LIMIT 1")
 _SETTLED = text(
@@ -371,15 +376,14 @@ OLD = """(CASE
     THEN coalesce(pillarbox_covered(CAST({told} AS jsonb) ->> o.tenant, o.id, o.xid), false)
     ELSE {passed} IS NULL OR pillarbox_covered({passed}, o.id, o.xid)
 END)"""
-"""Whether the journal says that a row was dealt with before the moment that counts; an empty one says nothing against
-it."""
+"""Whether, by the journal, a row was final before the limit of age. True if the journal is empty."""
 _OLD = OLD.format(told="CAST(:told AS text)", passed="CAST(:passed AS text)")
 _OF_RANGE = "AND o.event_id >= CAST(:first AS uuid) AND o.event_id < CAST(:last AS uuid)"
 
 
 @cache
 def _page_of(table: str, *, of_range: bool) -> TextClause:
-    """The next rows of a lane; ``of_range``: of the partitions of a range."""
+    """The next rows of a lane; with ``of_range``, only in the partitions of a range."""
     return text(
         f"""
         SELECT o.id, o.event_id, o.route, o.schema_version, length(o.body), {BEHIND} AND o.created_at < :before
@@ -397,9 +401,7 @@ def _page_of(table: str, *, of_range: bool) -> TextClause:
 
 @cache
 def _removal(table: str) -> TextClause:
-    """By their places in the table, or its partitions, which nobody changes: a row of a log, or one that is at its end,
-    is never updated.
-    """
+    """Delete rows by their physical places, which do not change: a final row, or a row of a log, is never updated."""
     return text(
         f"""
         WITH found AS MATERIALIZED (
@@ -429,7 +431,7 @@ def _removal(table: str) -> TextClause:
 
 @cache
 def _remaining(table: str) -> TextClause:
-    """What remains of what cursors have passed: failures, mostly."""
+    """The rows that remain behind the cursors: failures, mostly."""
     return text(
         f"""
         SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant

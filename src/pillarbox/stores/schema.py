@@ -1,4 +1,4 @@
-"""Which schema a database has, for those who only want to know. (Making it needs Alembic: `stores.migrations`.)"""
+"""The schema version of a database. Does not load Alembic; see `stores.migrations` for the steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SCHEMA_VERSION = 1
 
 
 def schema_version(connection: Connection) -> int:
-    """How many steps this database has seen; 0 if Pillarbox is not there."""
+    """Number of steps that this database has run; 0 without Pillarbox."""
     if not inspect(connection).has_table(tables.meta.name):
         return 0
     return connection.execute(select(tables.meta.c.schema_version)).scalar() or 0
 
 
 def check_schema(connection: Connection) -> None:
-    """`NotMigratedError` unless the database has exactly the schema of this release."""
+    """Raise `NotMigratedError` unless the database has exactly the schema of this release."""
     found = schema_version(connection)
     if found < SCHEMA_VERSION:
         raise NotMigratedError(

@@ -17,14 +17,14 @@ def product(connection: Connection) -> tuple[str, tuple[int, ...]]:
 
 
 def variables(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Settings of the server as this connection sees them; those that it does not know are left out."""
+    """Settings of the server as this connection sees them; unknown ones are left out."""
     statement = _VARIABLES[connection.dialect.name if connection.dialect.name != "mariadb" else "mysql"]
     found = connection.execute(statement, {"names": list(names)})
     return {name: str(value) for name, value in found}
 
 
 def id_cache(connection: Connection, table: str) -> int:
-    """How many ids of a table a PostgreSQL session draws at once."""
+    """Number of ids of a table that a PostgreSQL session reserves at once."""
     cache: int = connection.execute(_ID_CACHE, {"table": table}).scalar_one()
     return cache
 

@@ -1,4 +1,4 @@
-"""Replication slots, seen from the database: how much WAL is kept for them, and who reads them."""
+"""Replication slots as the database reports them: their WAL and their readers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PUBLISHED = text(
     WHERE p.pubname = 'pillarbox' AND p.pubinsert AND c.oid = to_regclass('pillarbox_outbox')
     """
 )
-"""A partitioned table is in that view if the publication brings its rows as its own, and not as those of its parts."""
+"""A partitioned table is in that view if the publication has its rows as rows of the parent, not of the partitions."""
 _BLOCKERS = text(
     """
     SELECT CASE b.pid WHEN 0 THEN 'one that is prepared' ELSE
@@ -38,47 +38,47 @@ _BLOCKERS = text(
 )
 
 LARGE = 1 << 30
-"""Bytes of WAL that are an alarm where nothing bounds them."""
+"""Alarm threshold for WAL in bytes, where the server sets no limit."""
 
 
 class SlotState(NamedTuple):
-    """A slot of ours."""
+    """A replication slot of Pillarbox."""
 
     name: str
     temporary: bool
     read: bool
-    """Whether somebody reads it now."""
+    """Whether it has a reader now."""
     wal_status: str | None
     lag: int
-    """Bytes of WAL that the server keeps for it."""
+    """WAL that the server keeps for it, in bytes."""
     budget: int | None
-    """How many it may keep; None for any number."""
+    """Limit of that WAL; None without a limit."""
     failover: bool | None = None
-    """Whether a standby may take it along; None where no server can."""
+    """Whether it is copied to standbys; None where the server does not support that."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server has given it up."""
+        """Whether the server has invalidated it."""
         return self.wal_status == "lost"
 
     @property
     def strains(self) -> bool:
-        """Whether half of what may be kept is kept."""
+        """Whether its WAL exceeds half of the limit."""
         return self.lag >= (LARGE if self.budget is None else self.budget / 2)
 
 
 def slot_states(connection: Connection) -> list[SlotState]:
-    """All slots of ours in this database; on other databases than PostgreSQL there are none."""
+    """All slots of Pillarbox in this database. Empty on databases other than PostgreSQL."""
     if connection.dialect.name != "postgresql":
         return []
     return [SlotState(*row) for row in connection.execute(_STATES)]
 
 
 def published(connection: Connection) -> list[int]:
-    """The oid of the outbox, if the publication brings its rows. Newer servers stream on without, and bring nothing."""
+    """The oid of the outbox, if the publication has its rows. Newer servers stream without it, and deliver nothing."""
     return [*connection.execute(_PUBLISHED).scalars()]
 
 
 def blockers(connection: Connection, process: int) -> list[str]:
-    """Whose transactions a process of the server waits for."""
+    """The transactions for which a server process waits."""
     return [*connection.execute(_BLOCKERS, {"process": process}).scalars()]

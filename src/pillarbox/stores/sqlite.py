@@ -1,8 +1,8 @@
-"""SQLite's transactions, put right.
+"""Proper transactions for SQLite.
 
-The standard driver begins a transaction only at the first write and lets savepoints stand outside of it, so a released
-savepoint survives a rollback. Here every transaction begins by an explicit BEGIN IMMEDIATE: writers wait for each other
-instead of failing when a read turns into a write.
+The standard driver begins a transaction only at the first write, and leaves savepoints outside of it, so a released
+savepoint survives a rollback. Here every transaction begins with an explicit BEGIN IMMEDIATE: writers wait for each
+other, instead of failing when a read turns into a write.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from .. import clock
 
 BUSY_SECONDS = 5.0
-"""How long others are waited for, as the driver waits for those who write."""
+"""Longest wait for locks, as long as the driver waits for writers."""
 
 
 def configure_transactions(engine: Engine) -> None:
-    """Make transactions on this engine real ones. Calling it twice is fine."""
+    """Give this engine proper transactions. May be called twice."""
     if engine.dialect.name == "sqlite" and not event.contains(engine, "begin", _begin):
         event.listen(engine, "begin", _begin)
         event.listen(engine, "invalidate", _roll_back)
 
 
 async def use_write_ahead_log(engine: AsyncEngine) -> None:
-    """Let readers and the writer go on side by side: without it, a forgotten cursor keeps every COMMIT out. Kept in the
-    file.
+    """Switch to WAL mode, so that readers do not block writers: without it, a forgotten cursor blocks every COMMIT. The
+    mode is stored in the file.
     """
     if engine.dialect.name != "sqlite":
         return
@@ -40,7 +40,7 @@ async def use_write_ahead_log(engine: AsyncEngine) -> None:
             async with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
                 await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
         except OperationalError as error:
-            # SQLite waits for others by itself, but not here: a relay may have been started before the first migration.
+            # SQLite does not wait for a lock here by itself: a relay may have been started before the first migration.
             if "locked" not in str(error.orig) or clock.current().monotonic() > until:
                 raise
             await asyncio.sleep(BUSY_SECONDS / 100)
@@ -49,7 +49,7 @@ async def use_write_ahead_log(engine: AsyncEngine) -> None:
 
 
 def for_reading(engine: AsyncEngine) -> AsyncEngine:
-    """The engine for those who only read: a statement needs no transaction, nor a turn to write."""
+    """The engine for reads only: a statement then needs no transaction and no turn to write."""
     return engine.execution_options(isolation_level="AUTOCOMMIT") if engine.dialect.name == "sqlite" else engine
 
 
@@ -63,9 +63,10 @@ def _begin(connection: Connection) -> None:
 
 
 def _roll_back(dbapi_connection: Any, _record: object, _error: object) -> None:
-    """A connection that is thrown away, after a cancellation say, may have a cursor that somebody still refers to.
+    """Roll back a connection that is discarded, for example after a cancellation: a cursor of it may still be
+    referenced.
 
-    SQLite then keeps the closed connection alive, and with it the transaction and its lock on the file.
+    SQLite then keeps the closed connection alive, with its transaction and its lock on the file.
     """
     with suppress(Exception):
         dbapi_connection.rollback()

@@ -1,8 +1,8 @@
-"""A replication stream of PostgreSQL, over psycopg: a slot, a publication, and the messages that come.
+"""A replication stream of PostgreSQL, over psycopg: a slot, a publication, and the streamed messages.
 
-Everything that was received is confirmed at once. Nothing is ever read again from a stream, so the server need not keep
-anything for us, and what other databases write in the meantime is confirmed as well, by the server's own position.
-A slot is temporary unless it has a name: it ends with its connection, so a relay that died keeps no WAL.
+Everything received is confirmed at once. A stream is never read again, so the server need not keep anything for it. The
+server's own position is confirmed as well, which covers the writes of other databases. A slot without a name is
+temporary: it ends with its connection, so a dead relay keeps no WAL.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from .pgoutput import COLUMNS
 
 PUBLICATION = "pillarbox"
 PREFIX = "pillarbox"
-"""How our slots are called, for people, `doctor` and metrics."""
+"""Prefix of slot names, for operators, `doctor` and metrics."""
 
 CONFIRM_SECONDS = 1.0
 SILENT_SECONDS = 5.0
-"""A server that has said nothing for so long is asked to; after three times that it is gone."""
+"""A server that was silent this long is asked for an answer; after three times as long, it counts as lost."""
 ANSWER_SECONDS = 15.0
-"""How long any answer may take, but for a slot."""
+"""Longest wait for any answer, except for a new slot."""
 SLOW_SECONDS, MAKING_SECONDS = 10.0, 180.0
-"""After so long, people are told what the making of a slot waits for; and then, how long it may go on: the server keeps
-WAL meanwhile."""
+"""How long the creation of a slot may take before its cause is reported, and in all: the server keeps WAL meanwhile."""
 SLICE = 500
-"""Messages that are read before others get their turn."""
+"""Number of messages that are read before other tasks run."""
 
 _DATA, _KEEPALIVE = b"wk"
 _POSITION = struct.Struct(">Q")
@@ -43,23 +42,23 @@ _HEADER = 25
 _CONFIRM = struct.Struct(">cQQQQ?")
 
 
-class StreamRefused(Exception):  # noqa: N818  an outcome, which a person can change
-    """The server does not give us a stream; the message says what to do."""
+class StreamRefused(Exception):  # noqa: N818  an outcome, which an operator can change
+    """The server refuses a stream; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server is, as far as a stream depends on it."""
+    """Facts about a server on which a stream depends."""
 
     server: str
-    """Since when it runs: as looks tell it."""
+    """The server's start time, as reads return it."""
     version: int
     table: int
     position: str
 
 
 def connection_info(url: URL, name: str) -> str:
-    """How libpq connects to where a URL leads, whichever driver that is for."""
+    """Connection settings of libpq for a URL of any driver."""
     there = url.set(drivername="postgresql+psycopg")
     given: dict[str, Any] = dict(there.get_dialect()().create_connect_args(there)[1])
     if "ssl" in given:  # as asyncpg calls it
@@ -69,7 +68,7 @@ def connection_info(url: URL, name: str) -> str:
     return make_conninfo(
         **{
             "connect_timeout": 10,
-            # To make a slot may take as long as the longest transaction: only the network can say that nobody is there.
+            # Creating a slot may take as long as the longest transaction, so only the network can detect a lost server.
             "keepalives_idle": int(SILENT_SECONDS),
             "keepalives_interval": int(SILENT_SECONDS),
             "keepalives_count": 3,
@@ -83,28 +82,26 @@ def connection_info(url: URL, name: str) -> str:
 
 
 class Stream:
-    """One connection that streams. Made by `open_stream`."""
+    """An open replication stream. Made by `open_stream`."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], facts: Facts, *, left_behind: bool = False) -> None:
         self._connection = connection
         self._pg = connection.pgconn
         self.facts = facts
         self.left_behind = left_behind
-        """Whether its slot is lost at a failover, on a server that could take it along."""
+        """Whether its slot is lost at a failover although the server could copy it."""
         self.position = 0
-        """Up to where we have heard everything."""
+        """Position up to which everything was received."""
         self._heard_at = 0.0
         self._confirmed_at = 0.0
 
     async def read(self, take: Callable[[memoryview], None], done: Callable[[], None]) -> None:
-        """Hand over every message as it comes, and say after each handful that there is no more for now. Ends by an
-        error only.
-        """
+        """Pass every message to ``take``, and call ``done`` when there is no more for now. Ends only with an error."""
         loop = asyncio.get_running_loop()
         self._heard_at = self._confirmed_at = loop.time()
         with _readable(self._pg) as readable:
             while True:
-                while self._take_some(take):  # some may have come with the answer that began the stream
+                while self._take_some(take):  # some may have arrived with the answer that began the stream
                     done()
                     await asyncio.sleep(0)
                 done()
@@ -119,7 +116,7 @@ class Stream:
                 self._pg.consume_input()
 
     def _take_some(self, take: Callable[[memoryview], None]) -> bool:
-        """Whether there may be more."""
+        """Read some messages. Returns whether there may be more."""
         get = self._pg.get_copy_data
         for _ in range(SLICE):
             size, message = get(1)
@@ -161,9 +158,9 @@ async def open_stream(
     lost: Callable[[str], None],
     waits: Callable[[int], Awaitable[str]],
 ) -> AsyncIterator[Stream]:
-    """A stream of what is committed from now on. ``may_make`` is called before a slot that is kept is made, and
-    ``lost`` with the reason before one that is of no use is made anew. ``waits`` hears of a slot whose making takes
-    long, with the process that makes it, and says what that waits for.
+    """A stream of commits from now on. ``may_make`` is called before a permanent slot is created, and ``lost`` with the
+    reason before an invalid one is replaced. While the creation of a slot takes long, ``waits`` is called with its
+    process and returns the cause.
     """
     connection = await psycopg.AsyncConnection.connect(
         info, autocommit=True, prepare_threshold=None, row_factory=namedtuple_row
@@ -182,8 +179,9 @@ async def open_stream(
 
 @contextmanager
 def _readable(pg: pq.abc.PGconn) -> Iterator[asyncio.Event]:
-    """Set whenever there is something to read. libpq closes the socket of a lost connection by itself, and the next one
-    may get its number: a loop that still watched that would not hear the next one.
+    """An event that is set whenever there is something to read. libpq closes the socket of a lost connection, and the
+    next connection may get the same file descriptor: a loop that still watched the old one would not notice the new
+    one.
     """
     loop, readable, number = asyncio.get_running_loop(), asyncio.Event(), pg.socket
     loop.add_reader(number, readable.set)
@@ -246,10 +244,10 @@ _PUBLICATION = """
 
 
 async def _publish(connection: psycopg.AsyncConnection[Any], facts: Facts) -> None:
-    """See to it that the publication is there, and brings of the table what is needed."""
+    """Create or repair the publication, so that it has the required columns of the table."""
     columns = f" ({', '.join(COLUMNS)})" if facts.version >= 150_000 else ""
     table = f"TABLE pillarbox_outbox{columns}"
-    for _ in range(3):  # each time one thing is mended, if it is not as it should be
+    for _ in range(3):  # each round repairs one defect
         state = await _one(connection, _PUBLICATION.format(PUBLICATION, facts.table))
         if state is None:
             options = "(publish = 'insert', publish_via_partition_root = true)"
@@ -279,8 +277,8 @@ async def _make(
     *,
     keep: bool,
 ) -> None:
-    """The server waits for all transactions that are open, and keeps WAL for the slot from the beginning. So there is
-    an end to that: whoever hangs up frees it.
+    """Create a slot. The server waits for all open transactions, and keeps WAL for the slot from the beginning, so the
+    wait is limited: disconnecting removes the slot.
     """
     options = "(SNAPSHOT 'nothing', FAILOVER true)" if keep and facts.version >= 170_000 else "NOEXPORT_SNAPSHOT"
     statement = f"CREATE_REPLICATION_SLOT {slot} {'' if keep else 'TEMPORARY '}LOGICAL pgoutput {options}"
@@ -297,7 +295,7 @@ async def _make(
             "reads (`pillarbox doctor` names ours)"
         ) from error
     finally:
-        making.cancel()  # which tells the server, too
+        making.cancel()  # this also cancels it on the server
         await asyncio.gather(making, return_exceptions=True)
 
 
@@ -311,9 +309,9 @@ _SLOT = """
 async def _kept(
     connection: psycopg.AsyncConnection[Any], name: str, may_make: Callable[[], None], lost: Callable[[str], None]
 ) -> Any:
-    """The slot, if it is there and of use; else it is to be made."""
+    """The slot, if it exists and is valid; None if it must be created."""
     found = await _one(connection, _SLOT.format(name))
-    for _ in range(5):  # whoever has just hung up may not have gone yet
+    for _ in range(5):  # a reader that has just disconnected may still be listed
         if found is None or found.active_pid is None:
             break
         await asyncio.sleep(0.2)
@@ -335,7 +333,7 @@ async def _kept(
 
 
 async def _start(connection: psycopg.AsyncConnection[Any], slot: str, facts: Facts) -> None:
-    """From now on: what was committed before is in the table, where we have long begun to read."""
+    """Start streaming. Earlier commits are in the table, which the relay reads anyway."""
     command = (
         f"START_REPLICATION SLOT {slot} LOGICAL {facts.position} "
         f"(proto_version '1', publication_names '{PUBLICATION}', binary 'true')"

@@ -1,26 +1,26 @@
-"""Pillarbox's tables, as SQLAlchemy sees them. The migrations make them; a test compares the two.
+"""Pillarbox's tables in SQLAlchemy. The migrations create them; a test compares the two.
 
-``pillarbox_meta``    one row: who this installation is, which schema and how many shards it has
-``pillarbox_routes``  every route and durable handler that ever wrote, with what a relay must know about it
-``pillarbox_lanes``   one row per route and shard: who owns it, how far it has come, and what troubles it
-``pillarbox_relays``  the relays that are alive, and what they serve
-``pillarbox_tenants`` tenants that are paused or held to a rate
-``pillarbox_outbox``  the deliveries that leave
-``pillarbox_inbound`` the deliveries that wait for a consumer
-``pillarbox_claims``  which messages of a consumer wait, and which of them later ones must not overtake
-``pillarbox_failures`` the failure book: deliveries that have failed, and those that wait behind one
-``pillarbox_requests`` what people want done with deliveries; the owner of the lane does it and deletes the row
-``pillarbox_audit``   what people have done, for ever
-``pillarbox_consumers`` every consumer that was ever registered, and how far it has come
+``pillarbox_meta``    one row: the installation id, the schema version and the number of shards
+``pillarbox_routes``  every route and durable handler that was ever registered, with all that a relay needs
+``pillarbox_lanes``   one row per route and shard: owner, position and trouble
+``pillarbox_relays``  the live relays and the routes that they serve
+``pillarbox_tenants`` paused and rate-limited tenants
+``pillarbox_outbox``  outbound deliveries
+``pillarbox_inbound`` deliveries that wait for a consumer
+``pillarbox_claims``  the waiting messages of consumers, and which of them gate their lines
+``pillarbox_failures`` the failure book: failed deliveries, and those that wait behind one
+``pillarbox_requests`` operators' requests for deliveries; the owner of the lane carries them out and deletes the rows
+``pillarbox_audit``   the actions of operators, kept permanently
+``pillarbox_consumers`` every consumer that was ever registered, and its progress
 ``pillarbox_inbox``   the messages that a consumer knows
-``pillarbox_unsent``  a view of what is still to be sent, for counting
-``outbox_events``     a view of all of it, for people
+``pillarbox_unsent``  a view of unsent deliveries, for counts
+``outbox_events``     a view of all deliveries, for operators
 
-On PostgreSQL there are two more, which only `stores.log` and the migrations know: the journal of settled batches, and
-where the database comes from.
+On PostgreSQL there are two more, known only to `stores.log` and the migrations: the journal of settled batches, and the
+origin of the database.
 
-Columns only. Indexes, constraints and options of one dialect are the migrations' business: naming them here would load
-every dialect of SQLAlchemy with us.
+Columns only. The migrations define indexes, constraints and dialect options: defining them here would load every
+dialect of SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _deliveries(name: str) -> Table:
 
 
 deliveries = {name: _deliveries(name) for name in TABLES}
-"""The tables of deliveries, by their names."""
+"""The tables of deliveries by name."""
 outbox = deliveries[OUTBOUND]
 
 failures = Table(

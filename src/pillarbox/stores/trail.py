@@ -1,6 +1,4 @@
-"""The audit trail: who has done what, and why. What is written here stands or falls with what was done: every function
-runs in a transaction of its caller.
-"""
+"""The audit trail: who did what, and why. Every function runs in the transaction of the audited change."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from .tables import audit, meta
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Who does something, and why."""
+    """The operator of an action, and the reason."""
 
     who: str
     reason: str | None = None
 
 
 def one_person_at_a_time(connection: Connection) -> None:
-    """People wait for each other, never a relay or a writer for them: nothing that those lock is locked here.
+    """Let operators wait for each other, without locking anything that relays or writers lock.
 
-    It comes first in a transaction, so that what is read after it is what the one before has written.
+    Called first in a transaction, so that later reads see the writes of the previous operator.
     """
     connection.execute(select(meta.c.id).with_for_update())
 
@@ -41,7 +39,7 @@ def note(
     event_id: UUID | None = None,
     entry: int | None = None,
 ) -> int:
-    """Write a row of the trail, or into ``entry``, which is about the same, what has become of it since; its number."""
+    """Write an audit entry, or update ``entry`` about the same action. Returns its number."""
     if entry is not None:
         amend(connection, entry, details)
         return entry
@@ -51,5 +49,5 @@ def note(
 
 
 def amend(connection: Connection, entry: int, details: Mapping[str, Any]) -> None:
-    """Write into a row of the trail what has become of it."""
+    """Update an audit entry with the result."""
     connection.execute(update(audit).where(audit.c.id == entry).values(details=json.dumps(details)))

@@ -1,8 +1,8 @@
-"""Connections for those who ask a database all the time: a few at once, and kept between two questions.
+"""Turns: a few connections that are shared by frequent statements and kept between them.
 
-To take a connection out of the pool and give it back costs as much as an easy statement, more with a ping. So a
-connection goes from one call to the next while others wait; and while a relay is at work, one or two of them stay with
-it for a moment, if the pool has enough of them.
+Taking a connection from the pool and returning it costs as much as a simple statement, and more with a ping. So a
+connection passes from one call to the next while others wait. While a relay is busy, it keeps one or two of them for a
+moment, if the pool is large enough.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from .statement import DirectStatement, takes_at_once
 _T = TypeVar("_T")
 
 AT_A_TIME = 4
-"""How many statements or transactions of one store are under way at once."""
+"""Number of concurrent statements and transactions of one store."""
 
 HUNG_SECONDS = 10.0
-"""What takes longer than this will not come back."""
+"""Time after which a statement counts as hung."""
 
 _KEPT = 2
 _KEPT_SECONDS = 1.0
-"""A connection that nobody wanted for so long goes back to the pool, which knows whether it is still good."""
+"""A connection that was idle this long returns to the pool, which checks whether it is still valid."""
 
 
 _PLANS_SECONDS = 5.0
-"""How long PostgreSQL may go by a plan. What is right for a table of one page is wrong for the same table when an old
-snapshot has kept thousands of dead rows in it, and would be kept until the next vacuum."""
+"""How long PostgreSQL may use a cached plan. The right plan for a table of one page is wrong when an old snapshot has
+kept thousands of dead rows in it, and would be kept until the next vacuum.
+"""
 _PLANNED = "pillarbox_planned"
 
 
 def only_turn(engine: AsyncEngine) -> asyncio.Semaphore | None:
-    """The turn that all take on an in-memory SQLite, which has one connection; None elsewhere."""
+    """The only turn on an in-memory SQLite, which has one connection; None elsewhere."""
     pool = engine.sync_engine.pool
     return _only.setdefault(pool, asyncio.Semaphore(1)) if isinstance(pool, StaticPool) else None
 
@@ -52,17 +53,17 @@ _only: WeakKeyDictionary[Pool, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class Turns:
-    """Whose turn it is, and with which connection."""
+    """Assigns turns and connections."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        # Repeatable reads would show a relay the world as it was at its first statement.
+        # With repeatable reads, a relay would see the state of its first statement.
         level = (
             {"isolation_level": "READ COMMITTED"} if engine.dialect.name in ("mysql", "mariadb", "postgresql") else {}
         )
         self._engine = engine.execution_options(**level)
-        # A read needs no transaction: that saves two round trips, and on SQLite the lock that keeps writers out.
+        # Autocommit saves two round trips per read, and on SQLite the lock that blocks writers.
         self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
-        # More at a time would not be faster; but leases must not wait behind the lanes.
+        # More would not be faster. Leases have a turn of their own, so that they do not wait behind the lanes.
         only = only_turn(engine)
         self._turns = only or asyncio.Semaphore(AT_A_TIME)
         self._lease_turns = only or asyncio.Semaphore(1)
@@ -71,17 +72,17 @@ class Turns:
         self._kept = 0
 
     async def autocommit(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run it on a connection where every statement is a transaction of its own."""
+        """Run ``work`` on a connection in autocommit mode."""
         self._waiting += 1
         try:
             return await self._run(self._turns, self._connected, work, *arguments)
         finally:
             self._waiting -= 1
-            if self._is_too_much(self._waiting):  # whoever was to get it did not want it any more
+            if self._is_too_much(self._waiting):  # the caller that should get the connection was cancelled
                 await greenlet_spawn(self._close_surplus, self._waiting)
 
     async def fetch(self, statement: DirectStatement, parameters: Mapping[str, Any]) -> Sequence[Any]:
-        """Run one statement, a transaction of its own; at once, if a connection of asyncpg was kept for it."""
+        """Run one statement in autocommit mode, directly on a kept connection of asyncpg if there is one."""
         connection = self._at_hand()
         if connection is None:
             return await self.autocommit(statement.fetch, parameters)
@@ -100,23 +101,23 @@ class Turns:
         return rows
 
     async def transaction(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run it in a transaction."""
+        """Run ``work`` in a transaction."""
         return await self._run(self._turns, self._begun, work, *arguments)
 
     async def ask_apart(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """A question that does not wait behind the lanes."""
+        """Read without waiting behind the lanes."""
         return await self._run(self._lease_turns, self._reader.sync_engine.connect, work, *arguments)
 
     async def change_apart(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """A transaction that does not wait behind the lanes."""
+        """Run a transaction without waiting behind the lanes."""
         return await self._run(self._lease_turns, self._engine.sync_engine.begin, work, *arguments)
 
     def keep(self) -> None:
-        """Keep connections between two calls, until `let_go`."""
+        """Keep connections between calls, until `let_go`."""
         self._kept = _kept(self._reader.sync_engine.pool)
 
     async def let_go(self) -> None:
-        """Give all connections back."""
+        """Return all connections."""
         self._kept = 0
         await greenlet_spawn(self._close_surplus, self._waiting)
 
@@ -131,13 +132,13 @@ class Turns:
             with connect() as connection:
                 return work(connection, *arguments)
 
-        # A connection may hang without an error, when a packet filter forgets it: then we want another one. One
-        # greenlet for all of it: to connect, work and close in one each takes as long as an easy statement.
+        # A connection may hang without an error, when a packet filter drops it: then a new one is needed. One greenlet
+        # does all steps: one each for connecting, working and closing would take as long as a simple statement.
         with explained():
             async with turns, asyncio.timeout(HUNG_SECONDS):
                 found = await greenlet_spawn(connected)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    await asyncio.sleep(0)  # the limit has ended during COMMIT: it is to be raised here, not later
+                    await asyncio.sleep(0)  # if the time limit ended during COMMIT, raise it here, not later
                 return found
 
     @contextmanager
@@ -158,17 +159,17 @@ class Turns:
             connection.close()
         else:
             self._spare.append((connection, clock.current().monotonic()))
-        self._close_surplus(self._waiting - 1)  # we are still among them
+        self._close_surplus(self._waiting - 1)  # this call is still counted
 
     @contextmanager
     def _begun(self) -> Iterator[Connection]:
-        while len(self._spare) > self._kept:  # a small pool may have nothing left but these
+        while len(self._spare) > self._kept:  # a small pool may have no other connection left
             self._spare.popleft()[0].close()
         with self._engine.sync_engine.begin() as connection:
             yield connection
 
     def _at_hand(self) -> Connection | None:
-        """A connection that can be used without waiting for anything."""
+        """A kept connection that is ready to be used."""
         if not self._spare or self._turns.locked():
             return None
         (connection, since), now = self._spare[-1], clock.current().monotonic()
@@ -184,7 +185,7 @@ class Turns:
         return now - planned < _PLANS_SECONDS
 
     def _is_too_much(self, waiting: int) -> bool:
-        """Whether nobody waits for the connection that was idle for the longest time, and it is not worth keeping."""
+        """Whether the connection that was idle longest is neither wanted by a waiting call nor worth keeping."""
         spare = len(self._spare)
         if spare <= waiting:
             return False
@@ -196,7 +197,7 @@ class Turns:
 
 
 def _kept(pool: Pool) -> int:
-    """How many connections may stay with us, so that nobody else misses them."""
+    """Number of connections to keep without starving other users of the pool."""
     if isinstance(pool, NullPool):
         return _KEPT
     if not isinstance(pool, QueuePool):

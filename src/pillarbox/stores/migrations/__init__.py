@@ -1,9 +1,9 @@
 """The database schema, step by step.
 
-A step is a function of Alembic's operations. `migrate` runs the steps that are missing, for people who know nothing of
-Alembic; `pillarbox.alembic` runs the same steps inside a user's own revisions. Which steps have been run is kept in
-``pillarbox_meta``, so both ways can be mixed. Steps take locks for a bounded time only: a busy table makes them give
-up, not queue everybody behind them.
+A step is a function of Alembic's operations. `migrate` runs the missing steps, without any knowledge of Alembic;
+`pillarbox.alembic` runs the same steps inside a user's own revisions. ``pillarbox_meta`` records the steps that have
+run, so both ways can be mixed. Steps wait for locks for a limited time only: on a busy table they give up, so that no
+queue forms behind them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from . import step_0001
 
 LOCK_TIMEOUT_SECONDS = 5
 _TURN_SECONDS = 60
-# Any number will do, as long as all migrating processes use the same.
+# Any number, as long as all migrating processes use the same.
 _ADVISORY_LOCK = 0x70696C6C61726278
 
 Step = Callable[[Operations], None]
 STEPS: tuple[Step, ...] = (step_0001.upgrade,)
-"""All of them, in their order. One that was released is never changed: what it lacks is a step of its own."""
+"""All steps in their order. A released step is never changed: corrections are a new step."""
 
 
 def migrate(connection: Connection, shards: int | None = None) -> int:
-    """Run the steps that are missing, in the connection's transaction; how many they were. Processes that do it at once
-    take turns. ``shards`` is for tables that are made here: rows of others wait in the lanes that they were given.
+    """Run the missing steps in the connection's transaction. Returns their number. Concurrent processes take turns.
+    ``shards`` applies to new tables only: in existing ones, rows stay in their lanes.
     """
     with _taking_turns(connection):
         operations = Operations(MigrationContext.configure(connection))
@@ -46,7 +46,7 @@ def migrate(connection: Connection, shards: int | None = None) -> int:
 
 
 def migration_sql(dialect: Dialect) -> str:
-    """All steps as SQL text, for people who run it themselves."""
+    """All steps as SQL text, for manual execution."""
     output = io.StringIO()
     context = MigrationContext.configure(
         dialect=dialect, opts={"as_sql": True, "output_buffer": output, "literal_binds": True}
@@ -58,7 +58,7 @@ def migration_sql(dialect: Dialect) -> str:
 
 
 def run_step(operations: Operations, number: int) -> None:
-    """Run one step, unless the database has seen it."""
+    """Run one step, unless the database has it."""
     if operations.get_context().as_sql:
         _run(operations, number)
         return
@@ -75,7 +75,9 @@ def _run(operations: Operations, number: int) -> None:
 
 @contextmanager
 def _bounded_waiting(connection: Connection) -> Iterator[None]:
-    """Give up on a table that is busy, and leave the rest of the transaction, which may be a user's, as it was."""
+    """Limit the wait for busy tables, and restore the setting for the rest of the transaction, which may be a
+    user's.
+    """
     if connection.dialect.name != "postgresql":
         yield
         return
@@ -87,7 +89,7 @@ def _bounded_waiting(connection: Connection) -> Iterator[None]:
 
 
 class _taking_turns:  # noqa: N801  used like a function
-    """One migrating process at a time; on SQLite the write transaction already is that."""
+    """Let one process migrate at a time; on SQLite the write transaction does so already."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -102,6 +104,6 @@ class _taking_turns:  # noqa: N801  used like a function
 
     def __exit__(self, error: object, *_more: object) -> None:
         if self._connection.dialect.name in ("mysql", "mariadb"):
-            if error is None:  # tables are there for everybody at once; which step they belong to must be, too
+            if error is None:  # MySQL commits each DDL statement, so the step must be recorded at once, too
                 self._connection.exec_driver_sql("COMMIT")
             self._connection.execute(text("SELECT RELEASE_LOCK('pillarbox_migrate')"))

@@ -1,9 +1,9 @@
-"""The views of the schema, and the functions that they need on PostgreSQL, as one text for each database.
+"""The views of the schema, and their functions on PostgreSQL, as one text per database.
 
-``outbox_events`` is all deliveries for people, ``pillarbox_unsent`` what is still to be sent, for counting. Each joins
-two views, of what goes out and of what has come in, and it is those that Pillarbox itself asks: where a view of both
-tables is no longer a part of the statement that asks, a database reads all of it. A body that is no JSON, whatever its
-content type says, is shown as null: it must never fail the view.
+``outbox_events`` has all deliveries, for operators; ``pillarbox_unsent`` has those that are still to be sent, for
+counts. Each joins an outbound and an inbound view. Pillarbox itself queries these two: where the joined view cannot be
+merged into the query, a database reads all of it. A body that is not JSON, whatever its content type says, is shown as
+null, so that it never fails the view.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _DIRECTIONS = {"outbound": "pillarbox_outbox", "inbound": "pillarbox_inbound"}
 
 
 def _headers(extracted: str, *names: str) -> str:
-    """Columns that are headers."""
+    """Columns of headers."""
     return ",\n       ".join(f"{extracted.format(name)} AS {name}" for name in names)
 
 
 # -- PostgreSQL: a log -------------------------------------------------------------------------------------------------
 
-# What a delivery is, is nowhere written down: its lane's cursor says it, the announced batch, and the failure book.
+# The state of a delivery is not stored: the lane's cursor, the announced batch and the failure book determine it.
 _POSTGRES_HEADER = "coalesce(f.headers, o.headers) ->> '{}'"
 _FUNCTIONS = (
     """
@@ -32,7 +32,7 @@ EXCEPTION WHEN OTHERS THEN
 END
 $$
 """,
-    # What `pillarbox.cursor.Cursor.covers` says.
+    # The same rule as `pillarbox.cursor.Cursor.covers`.
     """
 CREATE FUNCTION pillarbox_covered(cursor text, row_id bigint, xid xid8) RETURNS boolean
 LANGUAGE sql STABLE PARALLEL SAFE AS $$
@@ -46,7 +46,7 @@ SELECT row_id <= CAST(split_part(cursor, ' ', 1) AS bigint) AND (
 )
 $$
 """,
-    # The cursor that tells about a tenant's rows: what it has not covered has not been sent.
+    # The cursor that applies to a tenant's rows: rows beyond it have not been sent.
     """
 CREATE FUNCTION pillarbox_cursor(cursor text, detours text, tenant text) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
@@ -120,10 +120,10 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) j ON c.covered AND NOT b.sending AND (f.status IS NULL OR f.status = 'SENT')
 """,  # noqa: S608  constants
-        # As far as it is settled, without a look at all that was ever written. The parts are: fresh and late rows of
-        # lanes; what has failed, and what waits behind it; what lanes have passed over, and their detours have not
-        # sent. Few lanes have detours. The planner believes that if it is told by a pattern; else it takes this for so
-        # much work that it compiles the whole view first, for many seconds.
+        # Unsent rows as of the last settlement, without reading the whole table. The parts are: fresh and late rows of
+        # lanes; failed rows and the rows behind them; rows that lanes have skipped and their detours have not sent. Few
+        # lanes have detours. A LIKE pattern makes the planner assume so; otherwise it expects so much work that it
+        # compiles the whole view first, for many seconds.
         f"""
 CREATE VIEW pillarbox_{direction}_unsent AS
 SELECT o.id, o.event_id, o.event_type, o.route, o.shard, o.tenant, o.key, o.status, o.created_at
@@ -195,7 +195,7 @@ def _queue(
     announced: str,
     quote: str,
 ) -> tuple[str, ...]:
-    # Which rows are on their way stands in the lane's row, so that they are written once, when they are sent.
+    # The lane's row has the rows in flight, so that a delivery is updated once, when it is sent.
     sending = f"""(
            o.status IN ('PENDING', 'RETRYING', 'PARKED')
            AND o.id BETWEEN l.announced_low AND l.announced_high AND {announced}
