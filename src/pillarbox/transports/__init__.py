@@ -10,7 +10,7 @@ def connect(name: str, address: str) -> Publisher:
     """The transport for an address, like ``logging:``. Opens nothing yet."""
     scheme, colon, _ = address.partition(":")
     if colon and scheme == "logging":
-        from .logging import LoggingTransport  # noqa: PLC0415  a transport is loaded when it is used
+        from .logging import LoggingTransport  # noqa: PLC0415  a transport is loaded only where it is used
 
         return LoggingTransport()
     if scheme in ("pulsar", "pulsar+ssl"):

@@ -1,6 +1,6 @@
-"""A destination without a broker: every message becomes a line in the log, for development and dry runs.
+"""A destination without a broker: every message becomes a log line, for development and dry runs.
 
-The line says what went where, and never what was in it.
+The line has the message's destination, never its content.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NO_LIMITS = Capabilities(max_body_bytes=sys.maxsize, max_header_bytes=sys.maxsiz
 class LoggingTransport:
     """A `Publisher` that logs one line per message, at INFO, to ``pillarbox.transports.logging``.
 
-    It takes everything. Give it the `Capabilities` of the broker that it stands for, and events that are too large for
-    that are refused when they are written, here as there.
+    It accepts every message. With the `Capabilities` of a real broker, events that are too large for that broker are
+    refused when they are written, as with the broker itself.
     """
 
     def __init__(self, capabilities: Capabilities = NO_LIMITS) -> None:
@@ -31,15 +31,15 @@ class LoggingTransport:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def preflight(self, message: Message) -> str | None:  # noqa: ARG002  it takes everything
+    def preflight(self, message: Message) -> str | None:  # noqa: ARG002  it accepts every message
         return None
 
     async def open(self, producer: str, topics: Collection[str]) -> Mapping[str, int]:  # noqa: ARG002  nothing to open
         return {}
 
-    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  all look the same
+    async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:  # noqa: ARG002  any producer
         for message in messages:
-            # %r escapes whatever could fake a line or a field, or steer a terminal.
+            # %r escapes characters that could fake a line or a field, or control a terminal.
             logger.info(
                 "topic=%r key=%r event_id=%r event_type=%r tenant=%r size=%d",
                 message.topic,
@@ -52,4 +52,4 @@ class LoggingTransport:
         return Outcome(range(len(messages)))
 
     async def close(self, producer: str | None = None) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to close."""

@@ -1,7 +1,7 @@
-"""A broker in memory, for tests and first steps: what was sent can be read, and faults can be asked for.
+"""A broker in memory, for tests and first steps: sent messages can be read, and faults can be injected.
 
-It keeps the rules of a real one: per key the order of arrival, groups that keep their place, messages that come again
-until they are acknowledged. It lives on one event loop.
+It follows the rules of a real one: order per key, groups with a position, redelivery until the acknowledgement. It
+belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Found = TypeVar("_Found")
 
 
 class MemoryTransport:
-    """A `Publisher` and a `Subscriber`. Give it the `Capabilities` of the broker that it stands for: with
-    ``numbered=True`` it deduplicates. With an ``ack_deadline``, in seconds, what is neither acknowledged nor extended
-    by then is delivered again.
+    """A `Publisher` and a `Subscriber`. ``capabilities`` are those of the broker that it replaces: with
+    ``numbered=True`` it deduplicates. Messages that are neither acknowledged nor extended within ``ack_deadline``
+    seconds are redelivered.
     """
 
     def __init__(self, capabilities: Capabilities | None = None, *, ack_deadline: float | None = None) -> None:
@@ -35,7 +35,7 @@ class MemoryTransport:
         self._highest: dict[tuple[str, str], int] = {}
         self._groups: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
         self._members: Counter[str] = Counter()
-        """How many subscriptions each group has."""
+        """Number of subscriptions per group."""
         self._refusals: list[tuple[Callable[[Message], bool], str]] = []
         self._answers_to_lose = 0
         self._away = False
@@ -46,54 +46,54 @@ class MemoryTransport:
     # -- for tests -----------------------------------------------------------------------------------------------------
 
     def sent(self, topic: str) -> list[Message]:
-        """All messages of a topic so far, in the order of arrival."""
+        """All messages of a topic, in the order of arrival."""
         return list(self._topics.get(topic, ()))
 
     def topics(self) -> list[str]:
-        """The topics that hold messages, in the order of their first one."""
+        """The topics with messages, in the order of their first message."""
         return [topic for topic, messages in self._topics.items() if messages]
 
     async def received(self, topic: str, count: int = 1) -> list[Message]:
-        """Wait until the topic holds that many messages; all of them come back."""
+        """Wait until the topic has this many messages, and return all of them."""
         return await self._until(lambda: found if len(found := self.sent(topic)) >= count else None)
 
     def redeliver(self, topic: str, *indexes: int) -> None:
-        """Deliver stored messages once more to every group, as any broker may: those at these indexes, or all."""
+        """Redeliver stored messages to every group: those at these indexes, or all."""
         messages = self.sent(topic)
         self._deliver(topic, [messages[index] for index in indexes] if indexes else messages)
         self._wake()
 
     def reject(self, which: Callable[[Message], bool], *, reason: str = "rejected by the test") -> None:
-        """Reject the messages that ``which`` picks, until `stop_rejecting`."""
+        """Reject the messages that ``which`` selects, until `stop_rejecting`."""
         self._refusals.append((which, reason))
 
     def stop_rejecting(self) -> None:
-        """Take everything again."""
+        """Accept every message again."""
         self._refusals.clear()
 
     def go_away(self) -> None:
-        """Be unavailable. What was received and not acknowledged is delivered again after `come_back`."""
+        """Be unavailable. Unacknowledged messages are redelivered after `come_back`."""
         self._away = True
         for groups in self._groups.values():
             _take_back(groups.values())
 
     def come_back(self) -> None:
-        """Be available again, with everything that was stored before."""
+        """Be available again, with all stored messages."""
         self._away = False
         self._wake()
 
     def lose_answers(self, count: int = 1) -> None:
-        """Store what the next requests bring, and let the answers to them be lost."""
+        """Store the messages of the next requests, and lose the answers."""
         self._answers_to_lose += count
 
     def reorder(self, seed: int = 0, *, within_keys: bool = False) -> None:
-        """Hand out what is there in a random order, which the seed repeats. Each key keeps its own order, as brokers
+        """Deliver waiting messages in a random order, repeatable by the seed. Each key keeps its order, as brokers
         promise, unless ``within_keys`` breaks that too.
         """
         self._random, self._within_keys = random.Random(seed), within_keys  # noqa: S311  repeatable, not secret
 
     def stop_reordering(self) -> None:
-        """Hand out in the order of arrival again."""
+        """Deliver in the order of arrival again."""
         self._random = None
 
     # -- publisher -----------------------------------------------------------------------------------------------------
@@ -123,11 +123,11 @@ class MemoryTransport:
         self._wake()
         lost = self._answers_to_lose > 0
         self._answers_to_lose -= lost
-        await asyncio.sleep(0)  # the answer is on its way: others have their turn, and the caller may be cancelled
+        await asyncio.sleep(0)  # the answer is in flight: other tasks may run, and the caller may be cancelled
         return Outcome((), unfinished=Verdict.UNKNOWN, reason="the answer was lost") if lost else outcome
 
     async def close(self, producer: str | None = None) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to close."""
 
     def _store(self, producer: str, messages: Sequence[Message]) -> Outcome:
         accepted, duplicates, rejected = list[int](), list[int](), list[Rejection]()
@@ -160,16 +160,16 @@ class MemoryTransport:
             topic_pattern(topic)
 
     async def subscribe(self, topics: Sequence[str], group: str) -> MemorySubscription:
-        """Join a group. A new one begins with the first message of each topic. A topic may be a template, such as
-        ``orders.{tenant}``: then all that look like it are meant, those that come later too.
+        """Join a group. A new group begins with the first message of each topic. A topic may be a template, such as
+        ``orders.{tenant}``: it stands for all matching topics, including later ones.
         """
         self._check()
         subscription = MemorySubscription(self, topics, group)
-        subscription.backlog()  # a group is there from now on
+        subscription.backlog()  # creates the group
         return subscription
 
     async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
-        """Remove a group, with what it has not acknowledged."""
+        """Remove a group and its unacknowledged messages."""
         self._check()
         if self._members[group]:
             raise ConnectionError(f"group {group!r} has a member")
@@ -177,7 +177,7 @@ class MemoryTransport:
             self._groups[name].pop(group, None)
 
     async def reread(self, topics: Sequence[str]) -> MemoryHistory:
-        """Read all that was ever sent to these topics, or to those that look like a template."""
+        """Read all messages of these topics, or of the topics that match a template."""
         self._check()
         return MemoryHistory(self, topics)
 
@@ -189,7 +189,7 @@ class MemoryTransport:
         return [*names]
 
     def _open_in(self, topics: Sequence[str], group: str) -> list[_Open]:
-        """What a group has not acknowledged, by topic."""
+        """Unacknowledged messages of a group, by topic."""
         names = self._named(topics)
         for name in names:
             if group not in self._groups[name]:
@@ -216,7 +216,7 @@ class MemoryTransport:
             raise ConnectionError("the broker is away")
 
     async def _until(self, look: Callable[[], _Found | None]) -> _Found:
-        """What ``look`` finds, as soon as it finds something: it looks again after every change."""
+        """Wait until ``look`` returns a result. It is called again after every change."""
         while not (found := look()):
             change = asyncio.get_running_loop().create_future()
             self._waiting.append(change)
@@ -248,11 +248,11 @@ class MemoryHistory:
                 yield new
 
     async def aclose(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to close."""
 
 
 class MemorySubscription:
-    """A member of a group. While it holds messages of a key, no other member gets later ones."""
+    """A member of a group. While it holds messages of a key, no other member gets later ones of that key."""
 
     def __init__(self, broker: MemoryTransport, topics: Sequence[str], group: str) -> None:
         self._broker = broker
@@ -325,7 +325,7 @@ class MemorySubscription:
 
 
 class _Copy(msgspec.Struct, eq=False, gc=False):
-    """A message on its way to one group."""
+    """A message for one group."""
 
     message: Message
     attempts: int = 0
@@ -339,11 +339,11 @@ class _Copy(msgspec.Struct, eq=False, gc=False):
 
 
 _Open = dict[_Copy, None]
-"""What a group has not yet acknowledged of a topic, in order."""
+"""Unacknowledged messages of a group in a topic, in order."""
 
 
 def _free(copies: _Open, member: MemorySubscription) -> Iterator[_Copy]:
-    """What this member may have: nothing behind a message of the same key that another member holds."""
+    """The messages that this member may get: none behind a message of the same key that another member holds."""
     stopped: set[str] = set()
     for copy in copies:
         if copy.holder not in (None, member):
@@ -353,7 +353,7 @@ def _free(copies: _Open, member: MemorySubscription) -> Iterator[_Copy]:
 
 
 def _line(message: Message) -> tuple[str, str | None, str]:
-    """What keeps its order."""
+    """The unit of order."""
     return message.topic, message.headers.get("tenant_id"), message.key
 
 

@@ -1,7 +1,7 @@
-"""The address of a Pulsar cluster in the settings, read in one place.
+"""The address of a Pulsar cluster in the settings.
 
-``pulsar://host:6650?admin=http://host:8080`` or ``pulsar+ssl://...``. Secrets do not belong into an address, which is
-shown and logged: it names files that hold them.
+``pulsar://host:6650?admin=http://host:8080`` or ``pulsar+ssl://...``. Addresses are shown and logged, so they must not
+contain secrets, but the names of files that do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IN_FILES = {"token": "token_file", "client_secret": "oauth2_key_file", "passwor
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a cluster is, and how we prove who we are."""
+    """The location of a cluster, and the credentials for it."""
 
     service_url: str
     """Scheme, host and port of the binary protocol; several hosts are separated by commas."""
@@ -30,11 +30,11 @@ class Address:
     credentials: Credentials = field(default_factory=Anonymous)
     tls: Tls = field(default_factory=Tls)
     options: Mapping[str, str] = field(default_factory=dict)
-    """What else stands behind the question mark: for the transport, which refuses what it does not know."""
+    """Other query parameters. The transport refuses unknown ones."""
 
 
 def parse_address(address: str) -> Address:
-    """Read an address. Opens nothing, and reads no file."""
+    """Parse an address. Opens nothing, and reads no file."""
     base, _, query = address.partition("?")
     scheme, found, hosts = base.partition("://")
     if not found or scheme not in _PORTS:
@@ -62,7 +62,7 @@ def parse_address(address: str) -> Address:
 
 
 def check_admin_url(url: str) -> str:
-    """An address of the REST interface, without what follows the port."""
+    """The address of a REST interface, up to its port."""
     try:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -112,5 +112,5 @@ def _flag(address: str, options: dict[str, str], name: str) -> bool:
 
 
 def _wrong(address: str, what: str) -> ConfigurationError:
-    # Without what follows the question mark: somebody may have put a secret there.
+    # Without the query, which may contain a secret by mistake.
     return ConfigurationError(f"{redacted(address.partition('?')[0])!r} {what}")

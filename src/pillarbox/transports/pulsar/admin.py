@@ -1,7 +1,8 @@
-"""Pulsar's REST interface, as far as we need it: what is there, what is set, and how to make what is missing.
+"""Pulsar's REST interface, as far as Pillarbox needs it: reads what exists and its policies, and creates what is
+missing.
 
-Nothing here takes anything away. Whoever asks learns one of four things: the answer, that it is not there (None or
-False), that the broker is not available (an `OSError`), or that it refuses (`ConfigurationError`, with what to do).
+It removes nothing. A request has one of four results: an answer; None or False if the object does not exist; an
+`OSError` if the broker is unavailable; a `ConfigurationError`, with advice, if it refuses.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .credentials import Anonymous, Credentials, Tls, load_httpx, said, secret_o
 from .names import TopicName
 
 TIMEOUT = 15.0
-"""Seconds that one answer may take."""
+"""Longest wait for an answer in seconds."""
 _REDIRECTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """For how long messages are kept that nobody waits for. -1: without limit; both 0: not at all."""
+    """How long acknowledged messages are kept. -1: without limit; both 0: not at all."""
 
     minutes: int
     megabytes: int
@@ -37,7 +38,7 @@ class Retention:
         return time if self.megabytes == -1 else f"{time}, up to {self.megabytes:,} MB"
 
     def covers(self, other: Retention) -> bool:
-        """Whether it keeps all that the other one keeps."""
+        """Whether it keeps everything that the other one keeps."""
         endless = float("inf")
         pairs = ((self.minutes, other.minutes), (self.megabytes, other.megabytes))
         return all((endless if mine == -1 else mine) >= (endless if its == -1 else its) for mine, its in pairs)
@@ -45,14 +46,14 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What is set for a namespace. None: nothing, so the broker's own settings hold."""
+    """Policies of a namespace. None: not set, so the broker's settings apply."""
 
     deduplication: bool | None = None
     retention: Retention | None = None
 
 
 class PulsarAdmin:
-    """A client of the REST interface. Opens a connection when it is first asked; `close` it, or use ``async with``."""
+    """A client of the REST interface. Connects at the first request; `close` it, or use ``async with``."""
 
     def __init__(self, url: str, credentials: Credentials | None = None, tls: Tls | None = None) -> None:
         self.url = check_admin_url(url)
@@ -70,7 +71,7 @@ class PulsarAdmin:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of connections. Twice is fine."""
+        """Close all connections. May be called twice."""
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()
@@ -78,25 +79,25 @@ class PulsarAdmin:
     # -- tenants and namespaces ----------------------------------------------------------------------------------------
 
     async def has_tenant(self, tenant: str) -> bool:
-        """Whether it is there."""
+        """Whether the tenant exists."""
         return await self._get(f"tenants/{quote(tenant, safe='')}") is not None
 
     async def create_tenant(self, tenant: str) -> bool:
-        """Make it, for all clusters; False if it was there."""
+        """Create a tenant for all clusters. Returns False if it exists already."""
         body = {"allowedClusters": await self._get("clusters") or [], "adminRoles": []}
         return await self._create(f"tenants/{quote(tenant, safe='')}", body)
 
     async def tenants(self) -> list[str]:
-        """All that there are. Brokers tell superusers only."""
+        """All tenants. Brokers answer superusers only."""
         return await self._get("tenants") or []
 
     async def namespaces(self, tenant: str) -> list[str]:
-        """Those of a tenant, without its name; none if it is not there."""
+        """The namespaces of a tenant, without its name; none if the tenant does not exist."""
         found = await self._get(f"namespaces/{quote(tenant, safe='')}") or []
         return [each.partition("/")[2] for each in found]
 
     async def policies(self, namespace: str) -> Policies | None:
-        """What is set for ``tenant/namespace``; None if it is not there."""
+        """The policies of ``tenant/namespace``; None if it does not exist."""
         found = await self._get(f"namespaces/{quote(namespace)}")
         if found is None:
             return None
@@ -105,7 +106,7 @@ class PulsarAdmin:
         return Policies(found.get("deduplicationEnabled"), retention)
 
     async def create_namespace(self, namespace: str, policies: Policies) -> bool:
-        """Make ``tenant/namespace`` with these policies, at once; False if it was there, whatever is set for it."""
+        """Create ``tenant/namespace`` with these policies. Returns False if it exists already, with any policies."""
         body: dict[str, Any] = {}
         if policies.deduplication is not None:
             body["deduplicationEnabled"] = policies.deduplication
@@ -114,16 +115,16 @@ class PulsarAdmin:
         return await self._create(f"namespaces/{quote(namespace)}", body)
 
     async def enable_deduplication(self, namespace: str) -> None:
-        """For all topics of ``tenant/namespace`` that say nothing else themselves."""
+        """Enable deduplication for all topics of ``tenant/namespace`` without a policy of their own."""
         await self._tell("POST", f"namespaces/{quote(namespace)}/deduplication", body=True)
 
     async def set_retention(self, namespace: str, retention: Retention) -> None:
-        """For all topics of ``tenant/namespace`` that say nothing else themselves."""
+        """Set the retention for all topics of ``tenant/namespace`` without a policy of their own."""
         await self._tell("POST", f"namespaces/{quote(namespace)}/retention", _retention(retention))
 
     async def message_ttl(self, namespace: str) -> float | None:
         """Seconds after which a message of ``tenant/namespace`` counts as acknowledged, infinite if never; None if the
-        namespace is not there.
+        namespace does not exist.
         """
         found = await self._get(f"namespaces/{quote(namespace)}")
         return None if found is None else float(found.get("message_ttl_in_seconds") or math.inf)
@@ -131,35 +132,39 @@ class PulsarAdmin:
     # -- topics --------------------------------------------------------------------------------------------------------
 
     async def partitions(self, topic: TopicName) -> int | None:
-        """How many it has, 0 if it is not partitioned; None if it is not there."""
+        """Number of partitions, 0 for a topic without; None if the topic does not exist."""
         found = await self._get(f"{topic.path}/partitions")
         count = None if found is None else int(found["partitions"])
-        # Older brokers say 0 of a topic that they would make if somebody used it.
+        # Older brokers answer 0 for a missing topic that they would create at its first use.
         return None if count == 0 and await self.stats(topic) is None else count
 
     async def create_topic(self, topic: TopicName, partitions: int = 0) -> bool:
-        """Make it, with so many partitions, or as one topic; False if it was there, with whatever partitions."""
+        """Create a topic with this number of partitions, or without. Returns False if it exists already, with any
+        number.
+        """
         path = f"{topic.path}/partitions" if partitions else topic.path
         return await self._create(path, partitions or None)
 
     async def grow(self, topic: TopicName, partitions: int) -> None:
-        """Give a partitioned topic more of them. Keys move to other partitions by that."""
+        """Add partitions to a partitioned topic. Keys then move to other partitions."""
         await self._tell("POST", f"{topic.path}/partitions", partitions)
 
     async def stats(self, topic: TopicName) -> dict[str, Any] | None:
-        """Of a topic that is not partitioned, or of one partition; None if it is not there."""
+        """Statistics of a topic without partitions, or of one partition; None if it does not exist."""
         found: dict[str, Any] | None = await self._get(f"{topic.path}/stats")
         return found
 
     async def deduplication_of(self, topic: TopicName, *, applied: bool = False) -> bool | None:
-        """What is set for the topic itself or, ``applied``, what holds for it; None if that cannot be asked."""
+        """The deduplication policy of the topic or, with ``applied``, the effective one; None if it cannot be read."""
         path = f"{topic.whole.path}/deduplicationEnabled?applied={'true' if applied else 'false'}"
-        # 405: this broker has no policies for topics. 412: none for this one.
+        # 405: this broker has no topic policies. 412: this topic has none.
         response = await self._request("GET", path, also=(405, 412))
         return None if response is None or response.status_code != 200 else _decoded(response)
 
     async def namespace_deduplicates(self, namespace: str) -> bool:
-        """The same for topics of ``tenant/namespace`` that say nothing themselves: it says so, or else the broker."""
+        """Whether topics of ``tenant/namespace`` without a policy are deduplicated: by its policy, or else by the
+        broker's setting.
+        """
         found = await self.policies(namespace)
         if found is not None and found.deduplication is not None:
             return found.deduplication
@@ -203,7 +208,7 @@ class PulsarAdmin:
                 url = self._elsewhere(url, response.headers.get("location", ""))
         except httpx.HTTPError as error:
             if not isinstance(error, httpx.TimeoutException):
-                await self.close()  # the next one reads the certificates again, which may have been replaced
+                await self.close()  # the next request reads the certificates again, which may have been replaced
             raise ConnectionError(f"{self.url} cannot be reached: {said(error)}") from None
         raise ConnectionError(f"{self.url} sends us from one broker to the next")
 
@@ -214,8 +219,10 @@ class PulsarAdmin:
         return headers
 
     def _elsewhere(self, url: str, location: str) -> str:
-        """Where a broker sends us that does not own the topic. The client would go there without our token."""
-        target = urljoin(url, location)  # the client has seen that it is a URL
+        """The target of a redirect by a broker that does not own the topic. The HTTP client itself would follow it
+        without the token.
+        """
+        target = urljoin(url, location)  # the HTTP client has checked that it is a URL
         scheme = urlsplit(target).scheme
         if scheme not in ("http", "https") or (scheme == "http" and self.url.startswith("https:")):
             raise ConfigurationError(f"{self.url} sends us to {redacted(target)}, which is less safe than itself")
@@ -240,7 +247,7 @@ class PulsarAdmin:
 
 
 def _decoded(response: Any) -> Any:
-    """Brokers leave an answer empty where nothing is set."""
+    """Brokers return an empty body for a policy that is not set."""
     try:
         return response.json() if response.content else None
     except ValueError:

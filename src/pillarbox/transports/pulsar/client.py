@@ -1,4 +1,4 @@
-"""A client of a cluster: which broker has a topic, how many partitions it has, and one connection to each broker."""
+"""A client of a cluster: finds the brokers and partitions of topics, and keeps one connection to each broker."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _Lookup = wire.LookupResponse
 
 
 class Client:
-    """Shared by all producers of a transport. Connections are opened when they are needed, and again when they are
-    lost; nothing is done in the background.
+    """Shared by all producers of a transport. Connections are opened on demand, also after a loss. Nothing runs in the
+    background.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Client:
         self._opening: dict[Endpoint, asyncio.Lock] = {}
 
     async def partitions(self, topic: TopicName) -> int:
-        """How many partitions the topic has; 0 if it is not partitioned."""
+        """Number of partitions of the topic; 0 if it is not partitioned."""
         connection = await self._any()
         answer: wire.PartitionedMetadataResponse = await connection.ask(
             _Type.PARTITIONED_METADATA,
@@ -57,14 +57,14 @@ class Client:
         )
         if answer.response == wire.PartitionedMetadataResponse.Failed:
             raise BrokerError(answer.error, answer.message)
-        if answer.partitions > MAX_PARTITIONS:  # each of them would cost a producer
+        if answer.partitions > MAX_PARTITIONS:  # each partition would need a producer
             raise ProtocolError(f"{topic} has {answer.partitions:,} partitions, and {MAX_PARTITIONS:,} are allowed")
         return answer.partitions
 
     async def topics_of(self, namespace: str, pattern: str, known: str | None) -> wire.TopicsOfNamespaceResponse:
-        """The persistent topics of a namespace, partitions each by itself; none if it is not there. ``known`` is the
-        hash of an earlier answer: if nothing has changed since, the answer says that, and names none. Brokers may
-        leave the ``pattern`` aside.
+        """The persistent topics of a namespace, with each partition listed separately; none if it does not exist.
+        ``known`` is the hash of an earlier answer: if nothing has changed, the answer says so and lists none. Brokers
+        may ignore the ``pattern``.
         """
         connection = await self._any()
         answer: wire.TopicsOfNamespaceResponse = await connection.ask(
@@ -79,7 +79,7 @@ class Client:
         return answer
 
     async def broker_of(self, topic: TopicName) -> Connection:
-        """A connection to the broker that serves the topic; asking makes one serve it, if none did."""
+        """A connection to the broker that serves the topic. If no broker serves it yet, the lookup assigns one."""
         connection = await self._any()
         authoritative = False
         for _ in range(MAX_REDIRECTS):
@@ -97,11 +97,11 @@ class Client:
         raise ConnectionError(f"{topic}: the brokers sent us round in circles, {MAX_REDIRECTS} times")
 
     def message_limits(self) -> list[int]:
-        """What the brokers that we are connected to take at once."""
+        """Message size limits of the connected brokers."""
         return [each.message_limit for each in self._connections.values() if each.lost is None]
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.close()
@@ -130,7 +130,7 @@ class Client:
         return Endpoint(proxy.host, proxy.port, f"{broker.host}:{broker.port}")
 
     async def _any(self) -> Connection:
-        """Any broker of the service URL: one that we are connected to, or the first that answers."""
+        """Any broker of the service URL: a connected one, or the first that answers."""
         for seed in self._seeds:
             connection = self._connections.get(seed)
             if connection is not None and connection.lost is None:

@@ -1,7 +1,7 @@
-"""One connection to a broker: the handshake, questions and answers, receipts to the producers whose they are, and a
-keep-alive, as a link may be dead for hours before TCP says so.
+"""One connection to a broker: handshake, requests and answers, receipts for producers, and a keep-alive, because a link
+may be dead for hours before TCP reports it.
 
-It never mends itself. When it is lost everybody who uses it is told, and opens another one.
+A connection is never repaired. When it is lost, all its users are told and open another one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .frames import PING, PONG, Frames, ProtocolError, framed
 PROTOCOL_VERSION = 20
 DEFAULT_MESSAGE_LIMIT = 5 * 1_048_576
 CLOSE_SECONDS = 1.0
-"""How long a closed connection may take to end: what was written goes out, and with TLS the peer answers."""
+"""How long a closed connection may take to end: pending writes are sent, and with TLS the peer answers."""
 SMALLEST_MESSAGE_LIMIT = 262_144
-"""With less a message would have no room beside its headers."""
+"""Smallest accepted limit: below it, a message would have no room beside its headers."""
 _CLIENT = f"pillarbox {version('pillarbox')}"
 _Type = wire.Command.Type
 _ABOUT_PRODUCERS: dict[int, str] = {
@@ -42,7 +42,7 @@ _ANSWERS: dict[int, str] = {
 
 
 class BrokerError(ConnectionError):
-    """The broker's answer is an error."""
+    """An error answer of the broker."""
 
     def __init__(self, code: int, message: str) -> None:
         self.code = code
@@ -51,7 +51,7 @@ class BrokerError(ConnectionError):
 
 
 class Endpoint(NamedTuple):
-    """Where a broker is, and what a proxy in front of it must be told."""
+    """A broker's address, and what a proxy in front of it must be told."""
 
     host: str
     port: int
@@ -62,7 +62,7 @@ class Endpoint(NamedTuple):
 
 
 class Listener(Protocol):
-    """A producer, as its connection sees it."""
+    """The interface of a producer for its connection."""
 
     def received(self, receipt: wire.SendReceipt) -> None: ...
     def refused(self, error: wire.SendError) -> None: ...
@@ -70,13 +70,13 @@ class Listener(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """See the module. Made by `open`, ended by `close`, by the peer or by silence."""
+    """A connection. Opened by `open`, ended by `close`, by the peer or by a time-out."""
 
     def __init__(self, address: Endpoint, credentials: Credentials, *, keep_alive: float) -> None:
         self.address = address
         self.message_limit = DEFAULT_MESSAGE_LIMIT
         self.lost: str | None = None
-        """Why it is of no use any more."""
+        """Why it is unusable; None while it works."""
         self._credentials = credentials
         self._keep_alive = keep_alive
         self._frames = Frames()
@@ -101,9 +101,9 @@ class Connection(asyncio.Protocol):
         keep_alive: float = 5.0,
         patience: float = 5.0,
     ) -> Connection:
-        """Connect and say who we are. An `OSError` or `TimeoutError` if that does not come about in time."""
+        """Connect and authenticate. Raises `OSError` or `TimeoutError` if that fails or takes too long."""
         loop = asyncio.get_running_loop()
-        secret = await secret_of(credentials)  # before we look at the clock: a slow issuer is not the broker's fault
+        secret = await secret_of(credentials)  # not timed: a slow issuer is not the broker's fault
         self = cls(address, credentials, keep_alive=keep_alive)
         try:
             async with asyncio.timeout(patience):
@@ -137,12 +137,14 @@ class Connection(asyncio.Protocol):
         return self
 
     def write(self, data: bytes) -> None:
-        """Send a frame, or several; to a connection that is lost, nothing: uvloop's transports would raise."""
+        """Send one or several frames. On a lost connection this does nothing, because uvloop's transports
+        would raise.
+        """
         if self.lost is None:
             self._socket.write(data)
 
     async def ask(self, kind: wire.Command.Type, part: Callable[[int], wire.Command], *, patience: float) -> Any:
-        """A request, and the answer to it. `BrokerError` if that is an error."""
+        """Send a request and return the answer. Raises `BrokerError` for an error answer."""
         if self.lost is not None:
             raise ConnectionError(f"{self.address}: {self.lost}")
         number = next(self._requests)
@@ -159,27 +161,27 @@ class Connection(asyncio.Protocol):
             del self._waiting[number]
 
     def join(self, listener: Listener) -> int:
-        """A number for a producer; what the broker says about it goes there."""
+        """Register a producer, and return its number. The broker's messages about it go to ``listener``."""
         number = next(self._ids)
         self._listeners[number] = listener
         return number
 
     def leave(self, number: int) -> None:
-        """Nobody listens for this producer any more."""
+        """Remove a producer."""
         self._listeners.pop(number, None)
 
     def say(self, command: wire.Command) -> None:
-        """A command that nobody waits for an answer to."""
+        """Send a command that has no answer."""
         self.write(framed(command))
 
     def close(self) -> None:
-        """End it in peace: what was written still goes out."""
+        """Close it gracefully: pending writes are still sent."""
         if self.lost is None:
             self._end("it was closed")
             self._socket.close()
 
     async def closed(self) -> None:
-        """Wait until its socket is closed: a loop that ends before would leave it open."""
+        """Wait until the socket is closed: an event loop that ends earlier would leave it open."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._ended.wait()
@@ -193,11 +195,11 @@ class Connection(asyncio.Protocol):
             if hasattr(self, "_socket"):
                 self._socket.abort()
 
-    # -- what the peer does --------------------------------------------------------------------------------------------
+    # -- messages of the peer ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast(asyncio.Transport, transport)
-        if self.lost is not None:  # nobody waits for it any more
+        if self.lost is not None:  # there is no waiter left
             self._socket.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -220,7 +222,7 @@ class Connection(asyncio.Protocol):
             self._tell(kind, getattr(command, part))
         elif (part := _ANSWERS.get(kind)) is not None:
             answer = getattr(command, part)
-            if kind != _Type.PRODUCER_SUCCESS or answer.producer_ready:  # else it says later when it is
+            if kind != _Type.PRODUCER_SUCCESS or answer.producer_ready:  # otherwise a later answer reports it
                 self._answer(answer)
         elif kind == _Type.PING:
             self.write(PONG)
@@ -230,7 +232,7 @@ class Connection(asyncio.Protocol):
             self._welcome(command.connected)
         elif kind == _Type.AUTH_CHALLENGE:
             self._answering = asyncio.get_running_loop().create_task(self._reauthenticate())
-        # A newer broker may say more than we know.
+        # A newer broker may send unknown commands.
 
     def _tell(self, kind: wire.Command.Type, what: Any) -> None:
         listener = self._listeners.get(what.producer_id)
@@ -266,15 +268,15 @@ class Connection(asyncio.Protocol):
         refusal = BrokerError(error.error, error.message)
         waiting = self._waiting.get(error.request_id)
         if waiting is None and not self._connected.done():
-            waiting = self._connected  # who we are is asked without a number
+            waiting = self._connected  # the handshake has no request number
         if waiting is not None and not waiting.done():
             waiting.set_exception(refusal)
 
     async def _reauthenticate(self) -> None:
-        """The broker wants to know again who we are: what it was told has expired."""
+        """Authenticate again: the credentials of the connection have expired."""
         try:
             secret = await secret_of(self._credentials)
-        except Exception as error:  # whatever it is, there is nobody else to be told
+        except Exception as error:  # whatever it is, no caller could receive it
             self.abort(f"the credentials could not be renewed: {said(error)}")
             return
         data = wire.AuthData(auth_method_name=self._credentials.method, auth_data=secret)
@@ -306,7 +308,7 @@ class Connection(asyncio.Protocol):
             if not waiting.done():
                 waiting.set_exception(error)
         with suppress(BaseException):
-            self._connected.exception()  # it may be that nobody asks
+            self._connected.exception()  # mark the error as retrieved: there may be no waiter
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.lost(why)

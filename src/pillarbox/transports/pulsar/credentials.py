@@ -1,7 +1,7 @@
-"""How we prove who we are: to the broker's binary port, and to its REST interface.
+"""Credentials for the broker's binary port and for its REST interface.
 
-`Credentials.secret` is asked again for every connection and every challenge, so that what has expired or was replaced
-is never sent. Secrets are in no repr and in no error.
+`Credentials.secret` is called for every connection and every challenge, so an expired or replaced secret is never sent.
+No repr and no error contains a secret.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ...errors import ConfigurationError, MissingExtraError
 from ...redaction import redacted
 
 TIMEOUT = 10.0
-"""Seconds that an issuer of tokens may take to answer, or whoever else gives a secret."""
+"""Longest wait for a token or another secret, in seconds."""
 LIFETIME = 300.0
-"""Seconds that a token is used if its issuer does not say for how long it is good."""
+"""Lifetime of a token in seconds, if its issuer does not state it."""
 
 TokenSource = str | Path | Callable[[], str | Awaitable[str]]
 
 
 class Credentials(Protocol):
-    """A way to prove who we are."""
+    """A method of authentication."""
 
     @property
     def method(self) -> str:
-        """Pulsar's name for it: ``none``, ``token`` or ``tls``."""
+        """Pulsar's name of the method: ``none``, ``token`` or ``tls``."""
         ...
 
     async def secret(self) -> bytes:
-        """What to send now. An `OSError` means that they are unavailable at the moment."""
+        """The current secret. Raises `OSError` if it is unavailable at the moment."""
         ...
 
 
 class Anonymous:
-    """Nobody in particular, for brokers that ask for nothing."""
+    """No credentials, for brokers without authentication."""
 
     method = "none"
 
@@ -51,7 +51,7 @@ class Anonymous:
 
 
 class Certificate:
-    """Whoever the client certificate of the connection says: see `Tls`."""
+    """The identity of the connection's client certificate: see `Tls`."""
 
     method = "tls"
 
@@ -60,7 +60,7 @@ class Certificate:
 
 
 class Token:
-    """A token (JWT): the text itself, a file that is read again each time, or a function that gives it."""
+    """A token (JWT): its text, a file that is read again each time, or a function that returns it."""
 
     method = "token"
 
@@ -83,17 +83,17 @@ class Token:
             token = await given if inspect.isawaitable(given) else given
         except (OSError, ConfigurationError):
             raise
-        except Exception as error:  # it is the user's, and asks whomever it likes
+        except Exception as error:  # the user's function may raise anything
             what = f"{type(error).__name__}: {said(error)}"
             raise ConnectionError(f"the function that gives the token failed: {what}") from None
         return _checked(token, "what the function gave")
 
 
 class OAuth2:
-    """A token from an OAuth2 issuer, by client credentials; kept until shortly before it expires.
+    """A token from an OAuth2 issuer, by client credentials; cached until shortly before it expires.
 
-    The client is named by ``client_id`` and ``client_secret``, or by the key file that Pulsar's own clients read, which
-    is read again for each token.
+    The client is given by ``client_id`` and ``client_secret``, or by the key file of Pulsar's own clients, which is
+    read again for each token.
     """
 
     method = "token"
@@ -130,7 +130,7 @@ class OAuth2:
             if clock.current().monotonic() >= self._good_until:
                 asked_at = clock.current().monotonic()
                 self._token, lifetime = await self._new_token()
-                # The broker's clock may differ, and a connection takes a while to be made.
+                # The broker's clock may differ, and opening a connection takes time.
                 self._good_until = asked_at + lifetime - min(60.0, lifetime / 5)
             return self._token
 
@@ -171,7 +171,7 @@ class OAuth2:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How connections are encrypted, and whom we believe. Certificates of the other side are verified by default."""
+    """Encryption of connections, and trusted certificates. The peer's certificate is verified by default."""
 
     ca_file: Path | None = None
     cert_file: Path | None = None
@@ -180,13 +180,13 @@ class Tls:
     check_hostname: bool = True
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection: the files are read again, as certificates are replaced."""
+        """For a new connection: the files are read again, because certificates are replaced."""
         if self.key_file and not self.cert_file:
             raise ConfigurationError(f"key_file {self.key_file} needs the cert_file that belongs to it")
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             if self.cert_file:
-                # With a password, be it an empty one, OpenSSL does not ask for one on the terminal.
+                # With a password, even an empty one, OpenSSL does not ask for one on the terminal.
                 context.load_cert_chain(self.cert_file, self.key_file, password="")
         except OSError as error:  # ssl.SSLError, too
             files = ", ".join(str(each) for each in (self.ca_file, self.cert_file, self.key_file) if each)
@@ -198,7 +198,7 @@ class Tls:
 
 
 def load_httpx(what: str) -> Any:
-    """The HTTP client, which only some need."""
+    """The HTTP client, which is loaded on demand."""
     try:
         import httpx  # noqa: PLC0415  an extra
     except ImportError:
@@ -207,12 +207,12 @@ def load_httpx(what: str) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """What somebody else's error says, fit to be shown."""
+    """Type and text of a foreign error, redacted."""
     return redacted(str(error)) or type(error).__name__
 
 
 async def secret_of(credentials: Credentials) -> bytes:
-    """What to send now, in time or not at all."""
+    """The current secret, within a time limit."""
     try:
         async with asyncio.timeout(TIMEOUT):
             return await credentials.secret()
@@ -228,7 +228,7 @@ def _checked(token: object, where: str = "the token") -> bytes:
 
 
 def _answer(issuer: str, response: Any, secret: str) -> dict[str, Any]:
-    """The JSON object that the issuer sent, or why there is none."""
+    """The JSON object of the issuer. Raises an error with its reason if there is none."""
     try:
         found = response.json()
     except ValueError:

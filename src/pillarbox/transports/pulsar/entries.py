@@ -1,8 +1,8 @@
-"""Entries: which messages travel together, and how their payload is made smaller.
+"""Entries: groups of messages that are stored together, and the compression of their payload.
 
-The broker stores, deduplicates and hands out whole entries. Cut ``by_key`` an entry holds one key, which is right for
-every kind of subscription; ``mixed`` entries are larger and so faster, and a key_shared subscription, which goes by the
-key of the entry, would hand out several keys at once and in no order to one another.
+The broker stores, deduplicates and dispatches whole entries. Cut ``by_key``, an entry has one key, which suits every
+kind of subscription. ``mixed`` entries are larger and so faster. A key_shared subscription dispatches by the key of the
+entry, so with mixed entries keys lose their order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .frames import Entry, packed
 
 MAX_MESSAGES = 1_000
 MAX_BYTES = 524_288
-"""An entry grows to about this size. A larger message has one to itself."""
+"""Approximate size of a full entry. A larger message has an entry to itself."""
 
 
 class Cut(StrEnum):
-    """What an entry may hold."""
+    """The keys that an entry may have."""
 
     BY_KEY = "by_key"
     MIXED = "mixed"
 
 
 class Compression(StrEnum):
-    """How payloads are compressed, if that is worth it."""
+    """Compression of payloads, where it saves space."""
 
     NONE = "none"
     LZ4 = "lz4"
@@ -54,8 +54,8 @@ class Cutter:
     def entries(
         self, messages: Sequence[Message], indexes: Sequence[int], *, max_bytes: int, after: int = -1
     ) -> list[Entry]:
-        """``indexes`` say where in the request each message was. No entry of several is larger than ``max_bytes``, and
-        none goes across the number ``after``, which the broker has: it would drop the entry whole.
+        """``indexes`` are the messages' positions in the request. No entry of several messages exceeds ``max_bytes``.
+        No entry spans the number ``after``, which the broker has already: it would drop the whole entry.
         """
         return [self._entry(messages[start:end], indexes[start:end], parts)
                 for start, end, parts in self._runs(messages, min(max_bytes, MAX_BYTES), after)]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Frames: how commands and entries lie on the wire. Bytes in, commands out; no socket, no state but what is left over.
+"""Frames: the wire format of commands and entries. Converts between bytes and commands; no socket, and no state but an
+incomplete frame.
 
 A frame is its size, the size of its command, the command, and for an entry a checksum, its metadata and its payload.
-What comes from the peer is believed as little as anything from a network: sizes have limits, and what cannot be read is
-an error that ends the connection.
+Input of the peer is not trusted: sizes are limited, and an unreadable frame is an error that ends the connection.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...transport import Message
 from . import wire_pb2 as wire
 
 LARGEST_COMMAND = 16 * 1_048_576
-"""A peer that announces more than this in one frame is no Pulsar broker: the largest command, a list of the topics of a
-namespace, has room for a hundred thousand of them.
+"""A peer that announces a larger frame is no Pulsar broker: the largest command, a list of the topics of a namespace,
+has room for a hundred thousand of them.
 """
 
 _SIZE, _SIZES, _CHECKED = Struct(">I"), Struct(">II"), Struct(">HI")
@@ -29,11 +29,11 @@ _Type = wire.Command.Type
 
 
 class ProtocolError(ConnectionError):
-    """The peer says what no Pulsar broker says."""
+    """The peer does not follow Pulsar's protocol."""
 
 
 def framed(command: wire.Command) -> bytes:
-    """A command as it goes over the wire."""
+    """The wire format of a command."""
     encoded = command.SerializeToString()
     return _SIZES.pack(len(encoded) + 4, len(encoded)) + encoded
 
@@ -43,13 +43,13 @@ PONG = framed(wire.Command(type=_Type.PONG, pong=wire.Pong()))
 
 
 class Frames:
-    """The stream that comes from a peer, cut into commands."""
+    """Splits the byte stream of a peer into commands."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[wire.Command]:
-        """The commands that are complete with this piece."""
+        """The commands that this piece completes."""
         rest = self._rest
         rest += data
         start, end = 0, len(rest)
@@ -79,9 +79,9 @@ class Entry(NamedTuple):
     messages: Sequence[Message]
     payload: bytes
     indexes: Sequence[int]
-    """Where in the request they were."""
+    """Positions of the messages in the request."""
     key: str | None = None
-    """The key of all of them, if it is one."""
+    """The common key of the messages, if they have one."""
     compression: wire.Compression = wire.NONE
     uncompressed_size: int = 0
 
@@ -94,10 +94,10 @@ class Entry(NamedTuple):
         return self.messages[-1].number
 
     def framed(self, producer_id: int, producer_name: str) -> bytes:
-        """The entry as it goes over the wire."""
+        """The wire format of the entry."""
         first, last, count = self.first, self.last, len(self.messages)
-        # Both carry the first and the last number: by the command the broker deduplicates, by the metadata it finds the
-        # numbers again when it loads the topic.
+        # Both have the first and the last number: the broker deduplicates by the command, and restores its numbers from
+        # the metadata when it loads the topic.
         command = wire.Command(
             type=_Type.SEND,
             send=wire.Send(producer_id=producer_id, sequence_id=first, highest_sequence_id=last, num_messages=count),
@@ -138,14 +138,14 @@ def _varint(value: int) -> bytes:
 
 _SHORT = tuple(map(_varint, range(16_384)))
 _names: dict[str, bytes] = {}
-"""The beginnings of properties, by name. There are as many as there are headers, which are few."""
+"""Encoded beginnings of properties, by name. There are as many as header names, which are few."""
 
 
 def packed(message: Message) -> tuple[bytes, bytes]:
-    """A message as it lies in the payload of its entry: size and metadata, and the body.
+    """A message in the payload of its entry: size and metadata, and the body.
 
-    This runs once for each message of a drain, so it writes the few fields by hand: their tags are those of
-    MessageMetadata in wire.proto.
+    This runs once per message, so the few fields are encoded by hand: their tags are those of MessageMetadata in
+    wire.proto.
     """
     parts: list[bytes] = []
     for name, value in message.headers.items():

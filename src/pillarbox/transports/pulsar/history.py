@@ -1,5 +1,5 @@
-"""Reading what Pulsar has kept, without a group: by readers, whose subscriptions are not durable. The broker forgets
-them with the connection, however that ends.
+"""Reads the stored messages of topics without a group, by readers with non-durable subscriptions. The broker removes
+these with the connection, however it ends.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .names import TopicName
 from .templates import TopicFinder
 
 PAGE = 2_000
-"""Messages that are read at a time."""
+"""Number of messages that are read at a time."""
 _PATIENCE_MS = 30_000
-"""How long a message may take that the broker says it has."""
+"""How long the broker may take to deliver a message that it has."""
 _log = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
-"""The ledger and the entry of a message."""
+"""Ledger and entry of a message."""
 
 
 class PulsarHistory:
-    """Some topics, and those that there are for templates, from their first message on."""
+    """Some topics, and the existing topics of templates, from their first message on."""
 
     def __init__(self, client: Any, plain: Mapping[TopicName, str], finder: TopicFinder | None) -> None:
         self._pulsar = official.load()
         self._client = client
         self._plain = plain
-        """With the names that the user calls them by."""
+        """Topics with the names that the user gave them."""
         self._finder = finder
         self._readers: dict[str, Any] = {}
 
@@ -80,7 +80,9 @@ class PulsarHistory:
         return self._client.create_reader(partition, start, **options)
 
     def _page(self, topic: str, reader: Any, end: _Place) -> tuple[list[Message], bool]:
-        """Some messages, and whether there may be more up to the end. One that was published after it does no harm."""
+        """Read some messages. Returns them and whether there may be more up to the end. A message published after the
+        end does no harm.
+        """
         page: list[Message] = []
         while reader.has_message_available():
             found = reader.read_next(_PATIENCE_MS)

@@ -1,7 +1,7 @@
-"""Names of topics, and the partition of a key.
+"""Topic names, and the partition of a key.
 
-A name is completed and checked before anything is asked of a broker: what a broker would take for another topic, for
-another path of its REST interface, or for a partition of somebody else's topic is refused here, with what to write.
+A name is completed and checked before a broker sees it. Refused, with advice, are names that a broker would take for
+another topic, for another path of its REST interface, or for a partition of another topic.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from urllib.parse import quote
 from ...errors import ConfigurationError
 from ...route import PLACEHOLDERS, fill_template
 
-# The broker checks tenants and namespaces by this, and topics by nothing: it would take `..`, blanks and slashes.
+# The broker checks tenants and namespaces by this pattern, and topics not at all: it would accept `..`, blanks and
+# slashes.
 _PART = re.compile(r"[-=:.\w]+", re.ASCII)
 _PARTITION = re.compile(r"-partition-(\d+)\Z", re.ASCII)
 _SCHEME = "persistent://"
 _ANY = dict.fromkeys(PLACEHOLDERS, "any")
 DEFAULT_NAMESPACE = f"{_SCHEME}public/default/"
-"""It may be left out."""
+"""Namespace of names that have none."""
 
 MAX_PARTITIONS = 10_000
-"""Of one topic."""
+"""Most partitions of one topic."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicName:
-    """A persistent topic, or one partition of it. `parse` checks; the constructor does not."""
+    """A persistent topic, or one partition of it. `parse` checks the name; the constructor does not."""
 
     tenant: str
     namespace: str
@@ -38,10 +39,10 @@ class TopicName:
 
     @classmethod
     def parse(cls, text: str, *, partition: bool = False, template: bool = False) -> Self:
-        """From ``persistent://tenant/namespace/topic``, ``tenant/namespace/topic`` or ``topic`` (in public/default).
+        """Parse ``persistent://tenant/namespace/topic``, ``tenant/namespace/topic`` or ``topic`` (in public/default).
 
-        A name that ends in ``-partition-3`` is one that brokers give: it is refused unless ``partition`` allows it.
-        In a ``template`` any part may have placeholders.
+        A name that ends in ``-partition-3`` is reserved for the broker and refused, unless ``partition`` allows it. In
+        a ``template``, any part may have placeholders.
         """
         scheme, found, rest = text.rpartition("://")
         if found and scheme == "non-persistent":
@@ -71,26 +72,26 @@ class TopicName:
 
     @property
     def path(self) -> str:
-        """Where the REST interface keeps it."""
+        """Path in the REST interface."""
         return "persistent/" + "/".join(quote(each, safe="") for each in (self.tenant, self.namespace, self.topic))
 
     @property
     def namespace_name(self) -> str:
-        """Tenant and namespace, as the REST interface writes them."""
+        """Tenant and namespace, in the form of the REST interface."""
         return f"{self.tenant}/{self.namespace}"
 
     @property
     def whole(self) -> Self:
-        """The topic that this is a partition of; itself, if it is none."""
+        """The topic of a partition; a topic without partitions itself."""
         return type(self)(self.tenant, self.namespace, _PARTITION.sub("", self.topic))
 
     def partition(self, number: int) -> Self:
-        """One of its partitions, which is a topic by itself."""
+        """A partition, which is a topic by itself."""
         return type(self)(self.tenant, self.namespace, f"{self.topic}-partition-{number}")
 
 
 def spellings(topic: str) -> list[str]:
-    """All that may be written for this topic, or this template of topics."""
+    """All names of this topic, or of this template."""
     name = TopicName.parse(topic, template=True)
     whole = str(name)
     short = [name.topic] if whole.startswith(DEFAULT_NAMESPACE) else []
@@ -98,16 +99,16 @@ def spellings(topic: str) -> list[str]:
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """Where a key belongs, of at least one partition: as Pulsar's clients choose by the hashing scheme Murmur3_32Hash.
+    """The partition of a key, by the hashing scheme Murmur3_32Hash of Pulsar's clients.
 
-    That is not the default of the Java client: a producer of yours that writes to the same topic must be told.
+    It is not the default of the Java client: another producer for the same topic must be configured to use it.
     """
     return _hash_of(key) % partitions
 
 
 @lru_cache(maxsize=65_536)
 def _hash_of(key: str) -> int:
-    return murmur3_32(key.encode()) & 0x7FFF_FFFF  # Java's integers have a sign, and the clients drop it
+    return murmur3_32(key.encode()) & 0x7FFF_FFFF  # Java's integers are signed, and the clients drop the sign
 
 
 def murmur3_32(data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The official client: imported when it is needed, and made from our own settings."""
+"""The official client: imported on demand, and configured by Pillarbox's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import MissingExtraError
 from .credentials import TIMEOUT, Credentials, Tls, said
 
 PATIENCE = 10
-"""Seconds that the broker may take to let us in, or to store a message."""
+"""Seconds that the broker may take to connect, or to store a message."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def load() -> Any:
 
 
 def new_client(url: str, credentials: Credentials, tls: Tls) -> Any:
-    """Opens nothing yet, and belongs to the running loop: its threads ask there for tokens, so never wait for it on the
-    loop.
+    """Create a client. Opens nothing yet. It belongs to the running loop, on which its threads ask for tokens: so never
+    block the loop to wait for the client.
     """
     pulsar = load()
     files = {"tls_certificate_file_path": tls.cert_file, "tls_private_key_file_path": tls.key_file or tls.cert_file}
@@ -46,7 +46,7 @@ def new_client(url: str, credentials: Credentials, tls: Tls) -> Any:
         tls_trust_certs_file_path=str(tls.ca_file or ssl.get_default_verify_paths().cafile or "") or None,
         tls_allow_insecure_connection=not tls.verify,
         tls_validate_hostname=tls.verify and tls.check_hostname,
-        # Its own log goes to standard output, and a logger of Python's would be called from its threads, even at exit.
+        # Its default log goes to standard output, and a Python logger would be called from its threads, even at exit.
         logger=pulsar.FileLogger(pulsar.LoggerLevel.Error, os.devnull),
         **{name: str(file) for name, file in files.items() if file is not None},
     )
@@ -56,7 +56,9 @@ def _token_source(credentials: Credentials, loop: asyncio.AbstractEventLoop) -> 
     last = ""
 
     def token() -> str:
-        """Called on the client's threads, where an error would be lost: the broker judges the last token instead."""
+        """Called on the client's threads, where an error would be lost. So the broker gets the last token, and refuses
+        it.
+        """
         nonlocal last
         try:
             last = asyncio.run_coroutine_threadsafe(credentials.secret(), loop).result(TIMEOUT).decode()

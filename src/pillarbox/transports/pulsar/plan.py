@@ -1,7 +1,7 @@
-"""What a cluster must have for our topics, what it has, and the steps between the two.
+"""The plan for a cluster: the required and existing topics and policies, and the steps between them.
 
-Steps only add. What could only be had by taking something away, be it a partition, a message that is kept, or a policy
-that somebody has set for one topic, is a conflict: it is told, and left to people.
+Steps only add. A requirement that would remove something (a partition, stored messages, or a policy that was set for
+one topic) is a conflict, which is reported and left to operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .names import TopicName
 
 
 class Action(StrEnum):
-    """What a step does."""
+    """Kinds of steps."""
 
     CREATE_TENANT = "create tenant"
     CREATE_NAMESPACE = "create namespace"
@@ -25,12 +25,12 @@ class Action(StrEnum):
     CREATE_TOPIC = "create topic"
     GROW_TOPIC = "grow topic"
     CONFLICT = "conflict"
-    """Nothing that we do."""
+    """Reported only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do, and what it means."""
+    """A step and its effect."""
 
     action: Action
     target: str
@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What there must be. What is None may be as it is."""
+    """The required state. None accepts any value."""
 
     topics: tuple[TopicName, ...]
     partitions: int | None = None
@@ -50,20 +50,20 @@ class Desired:
 
 @dataclass(slots=True)
 class Found:
-    """What there is, of all that is desired."""
+    """The existing state of everything that is required."""
 
     tenants: set[str] = field(default_factory=set)
     namespaces: dict[str, Policies] = field(default_factory=dict)
     topics: dict[TopicName, int] = field(default_factory=dict)
-    """With their partitions."""
+    """Existing topics with their partitions."""
     exempt: set[TopicName] = field(default_factory=set)
-    """Topics that are not deduplicated because of a policy of their own."""
+    """Topics that are not deduplicated because of their own policy."""
     default_retention: Retention | None = None
-    """Where a namespace says nothing; None: we may not know."""
+    """Retention where a namespace has no policy; None if it cannot be read."""
 
 
 async def find(admin: PulsarAdmin, desired: Desired) -> Found:
-    """Ask for everything that is desired, and for nothing else: we may not be allowed to see more."""
+    """Read the state of everything that is required, and nothing else: the rights may not suffice for more."""
     found = Found()
     for namespace in _namespaces(desired):
         policies = await admin.policies(namespace)
@@ -89,12 +89,12 @@ async def _default_retention(admin: PulsarAdmin) -> Retention | None:
     try:
         runtime = await admin.runtime()
         return Retention(int(runtime["defaultRetentionTimeInMinutes"]), int(runtime["defaultRetentionSizeInMB"]))
-    except (ConfigurationError, KeyError, ValueError):  # it is for superusers
+    except (ConfigurationError, KeyError, ValueError):  # only superusers may read it
         return None
 
 
 def plan(desired: Desired, found: Found) -> list[Step]:
-    """The steps, in an order in which they can be done. Nothing to do: an empty list."""
+    """The steps in a possible order. Empty if there is nothing to do."""
     namespaces = _namespaces(desired)
     steps = [
         Step(Action.CREATE_TENANT, tenant, "for all clusters")
@@ -156,7 +156,7 @@ def _topic_steps(topic: TopicName, desired: Desired, found: Mapping[TopicName, i
 
 
 async def apply(admin: PulsarAdmin, step: Step) -> None:
-    """Do one step. Done before by somebody else is fine; conflicts are left alone."""
+    """Carry out one step. A step that was already done is fine; conflicts are left alone."""
     match step.action, step.value:
         case Action.CREATE_TENANT, None:
             await admin.create_tenant(step.target)

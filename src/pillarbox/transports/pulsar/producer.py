@@ -1,8 +1,8 @@
-"""A producer: the voice of one lane on one physical topic.
+"""A producer: sends for one lane to one physical topic.
 
-It is a shared one with a name of its own, which the broker gives to one connection at a time: a holder that answers
+Its access mode is shared, with a unique name, which the broker gives to one connection at a time: a holder that answers
 keeps it, a dead one frees it at once, a frozen one after five seconds. The exclusive modes are per topic, so two lanes
-on one topic would throw each other out for ever.
+on one topic would keep fencing each other out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from .connection import BrokerError, Connection
 from .frames import Entry
 
 _DUPLICATE = 2**64 - 1
-"""The ledger of a message that was not stored, because its number was given before."""
+"""The ledger of a message that was not stored because its number was used before."""
 SILENCE = 60.0
-"""Seconds after which we stop waiting for a broker that is there, and says nothing of what it was sent. One whose
-bookies are away says so after thirty."""
+"""Seconds after which a connected broker that sends no receipts is given up. A broker without bookies reports an error
+after thirty.
+"""
 _Type = wire.Command.Type
 
 
 @dataclass(slots=True)
 class Answers:
-    """What the broker said about entries: the indexes of those it stored, had already, or refused."""
+    """The broker's answers about entries: the indexes of those that it stored, had already, or refused."""
 
     stored: list[int] = field(default_factory=list)
     duplicates: list[int] = field(default_factory=list)
@@ -36,15 +37,15 @@ class Answers:
 
 
 class Producer:
-    """Made by `open`. Once it is lost it stays so; whoever owns the lane opens another one."""
+    """Made by `open`. A lost producer stays lost; the lane's owner opens another one."""
 
     def __init__(self, connection: Connection, topic: str, name: str | None) -> None:
         self.topic = topic
         self.name = name or ""
         self.last = -1
-        """The highest number that the topic was given under this name: first by the broker's word, then by ours."""
+        """The highest number of this name on the topic: first as the broker reports it, then as counted here."""
         self.used = asyncio.get_running_loop().time()
-        """When somebody last asked for it."""
+        """Time of its last use."""
         self.lost_because: str | None = None
         self._connection = connection
         self._id = connection.join(self)
@@ -56,7 +57,7 @@ class Producer:
 
     @classmethod
     async def open(cls, connection: Connection, topic: str, name: str | None, *, patience: float) -> Producer:
-        """Ask the broker for the topic. Without a name the broker makes one up, which nobody else has."""
+        """Open a producer for the topic. Without a name, the broker assigns a unique one."""
         self = cls(connection, topic, name)
         try:
             success: wire.ProducerSuccess = await connection.ask(
@@ -73,17 +74,17 @@ class Producer:
                 patience=patience,
             )
         except BaseException:
-            self.close()  # the broker may have made it all the same
+            self.close()  # the broker may have created it anyway
             raise
         self.name, self.last = success.producer_name, success.last_sequence_id
         return self
 
     async def publish(self, entries: Sequence[Entry], *, largest: int) -> Answers:
-        """Send entries and wait for what becomes of them.
+        """Send entries and wait for their answers.
 
-        An entry that is larger than the largest one that was ever stored goes alone: it is the one that may be refused,
-        and what is stored behind a refused number would hide it from whoever takes over. For the same reason nothing is
-        sent after an entry that was not stored.
+        An entry that is larger than the largest stored one is sent alone. It may be refused, and a number stored behind
+        a refused one would hide it from a successor. For the same reason, nothing is sent after an entry that was not
+        stored.
         """
         answers = Answers()
         for chunk in _chunks(entries, largest):
@@ -107,7 +108,7 @@ class Producer:
                 if len(self._open) == unanswered > 0:
                     self.close(f"the broker said nothing of what it was sent for {SILENCE:g} s")
         except BaseException:
-            self.close("we did not wait for its answers")  # and so cannot tell any more what it has stored
+            self.close("we did not wait for its answers")  # without all answers, the last stored number is unknown
             raise
         finally:
             self._answered = None
@@ -115,7 +116,7 @@ class Producer:
         return answers.lost is None and not answers.refused
 
     def close(self, why: str = "it was closed") -> None:
-        """Give the name back. Only who needs it again waits for that: see `closed`."""
+        """Release the name without waiting for the broker; see `closed`."""
         if self.lost_because is None:
             self._connection.leave(self._id)
             self.lost(why)
@@ -123,23 +124,23 @@ class Producer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has to wait for it any more."""
+        """Whether the name is free."""
         return self.lost_because is not None and (self._closing is None or self._closing.done())
 
     async def closed(self) -> None:
-        """Once the broker has taken the name back, or is not there to say so."""
+        """Wait until the broker has released the name, or is unavailable."""
         if self._closing is not None:
             await asyncio.wait({self._closing})
 
     async def _close(self) -> None:
-        with suppress(OSError):  # a broker that is away has forgotten it anyhow
+        with suppress(OSError):  # an unavailable broker has forgotten it anyway
             await self._connection.ask(
                 _Type.CLOSE_PRODUCER,
                 lambda number: wire.Command(close_producer=wire.CloseProducer(producer_id=self._id, request_id=number)),
                 patience=5.0,
             )
 
-    # -- what the broker says ------------------------------------------------------------------------------------------
+    # -- answers of the broker -----------------------------------------------------------------------------------------
 
     def received(self, receipt: wire.SendReceipt) -> None:
         answered = self._open.pop(receipt.sequence_id, None)
@@ -171,7 +172,7 @@ class Producer:
 
 
 def _chunks(entries: Sequence[Entry], largest: int) -> Iterator[range]:
-    """What may be on its way together."""
+    """Entries that may be in flight together."""
     start = 0
     under_way: set[str] = set()
     for index, entry in enumerate(entries):
@@ -184,7 +185,7 @@ def _chunks(entries: Sequence[Entry], largest: int) -> Iterator[range]:
             start, largest = index + 1, size
             under_way.clear()
             continue
-        if not under_way.isdisjoint(keys):  # if the one before it were refused all the same, this one would overtake it
+        if not under_way.isdisjoint(keys):  # if the earlier entry were refused, this one would overtake it
             yield range(start, index)
             start = index
             under_way.clear()

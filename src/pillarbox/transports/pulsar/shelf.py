@@ -1,4 +1,4 @@
-"""What a member of a group has received and not acknowledged, and how much more may come in."""
+"""The received and unacknowledged messages of a group's member, and the room for more."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from ...transport import Message
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A message that is with us until it is acknowledged."""
+    """A message that is kept until it is acknowledged."""
 
     message: Message
     order: int
     place: Hashable
-    """Where the broker stores it: the same message that comes again has the same."""
+    """The broker's place of the message, the same at every redelivery."""
     consumer: Any
     id: Any
-    """What that consumer acknowledges it by."""
+    """The client's id for the acknowledgement."""
     attempt: int
     offered: bool = False
-    """It was taken before."""
+    """Whether it was offered before."""
     out: bool = False
 
 
 class Shelf:
-    """Lives on the loop. Nothing is searched for: a message that was acknowledged is found out when its turn comes."""
+    """Belongs to the loop. It is never searched: an acknowledged message is skipped when its turn comes."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, Copy] = {}
         self._free: list[tuple[int, Copy]] = []
-        """A heap of what may be offered."""
+        """A heap of messages that may be offered."""
 
     def __len__(self) -> int:
-        """How many are not acknowledged."""
+        """Number of unacknowledged messages."""
         return len(self._open)
 
     def __contains__(self, copy: Copy) -> bool:
         return self._open.get(copy.place) is copy
 
     def put(self, copy: Copy) -> bool:
-        """Whether it is new. After a lost connection the broker sends all again that is not acknowledged: what we have
-        is not put twice, and what is out is offered again, as nobody knows whether it will ever be acknowledged.
+        """Add a message. Returns whether it is new. After a lost connection, the broker redelivers all unacknowledged
+        messages: a known one is not added twice, and one that is in use is offered again, because it may never be
+        acknowledged.
         """
         known = self._open.setdefault(copy.place, copy)
-        if known is not copy:  # the client counts acknowledgements of an entry by the ids that came last
+        if known is not copy:  # the client acknowledges an entry by the ids received last
             known.consumer, known.id = copy.consumer, copy.id
             known.attempt = max(known.attempt + known.out, copy.attempt)
         if known is copy or known.out:
@@ -57,7 +58,7 @@ class Shelf:
         return known is copy
 
     def take(self, limit: int, max_bytes: float) -> list[Copy]:
-        """Up to so many, in order, and none behind the one that reaches ``max_bytes``; they are out then."""
+        """Offer up to ``limit`` messages in order, and none behind the one that reaches ``max_bytes``."""
         taken: list[Copy] = []
         size = 0
         while self._free and len(taken) < limit and size < max_bytes:
@@ -69,14 +70,14 @@ class Shelf:
         return taken
 
     def drop(self, copy: Copy) -> None:
-        """It is acknowledged."""
+        """Remove an acknowledged message."""
         del self._open[copy.place]
 
 
 class Room:
-    """How much may come in before some of it is offered: the client's thread waits here, and the loop makes room.
+    """Room for received messages: the client's thread waits here, and the loop makes room.
 
-    Each of the two counts for itself, so that neither needs a lock for each message.
+    One side only uses room, the other only frees it, so neither needs a lock for each message.
     """
 
     def __init__(self, messages: int, size: int) -> None:
@@ -91,7 +92,9 @@ class Room:
         return self._used_messages >= self._messages or self._used_size >= self._size
 
     def use(self, size: int) -> bool:
-        """Wait for room, and use some of it; False once it is closed. A message may be larger than what is left."""
+        """Wait for room, and use some of it. Returns False once it is closed. A message may exceed the
+        remaining room.
+        """
         if self._is_full:
             with self._change:
                 while self._is_full and not self._closed:
@@ -101,14 +104,14 @@ class Room:
         return not self._closed
 
     def free(self, messages: int, size: int) -> None:
-        """Give back what so many messages have used."""
+        """Free the room of this many messages."""
         with self._change:
             self._messages += messages
             self._size += size
             self._change.notify()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         with self._change:
             self._closed = True
             self._change.notify()

@@ -1,11 +1,12 @@
-"""Receiving from Apache Pulsar, over the official client, which is imported when a `PulsarSubscriber` is made.
+"""Receives from Apache Pulsar by the official client, which is imported when a `PulsarSubscriber` is created.
 
-Each topic has a consumer of that client, and so has each that is found for a template later. The client knows nothing
-of event loops: one thread of it brings the messages of all topics, and hands what came in to the loop in runs.
+Each topic has a consumer of that client, including topics that are found for a template later. The client knows nothing
+of event loops: one of its threads receives the messages of all topics and passes them to the loop in batches.
 
-At least once: what was not acknowledged comes again after a lost connection, here or elsewhere. Acknowledgements leave
-with the client's next flush (0.1 s), or at closing; those of messages that were published in one entry count when all
-of the entry are given, unless the broker has ``acknowledgmentAtBatchIndexLevelEnabled``.
+Delivery is at least once: unacknowledged messages are redelivered after a lost connection, here or elsewhere.
+Acknowledgements are sent with the client's next flush (0.1 s), or at closing. If several messages were published in one
+entry, their acknowledgements count when the whole entry is acknowledged, unless the broker has
+``acknowledgmentAtBatchIndexLevelEnabled``.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ from .templates import TopicFinder, check_topics
 KINDS = {"key_shared": "KeyShared", "failover": "Failover"}
 _STARTS = {"earliest": "Earliest", "latest": "Latest"}
 MAX_BYTES = 16_777_216
-"""What the bodies may take that have come in and were not offered yet."""
+"""Most bytes of bodies that were received and not offered yet."""
 LOOK = 2.0
-"""Seconds between two looks for new topics of templates, and after the consumers that there are."""
+"""Seconds between checks for new topics of templates, and of existing consumers."""
 _FEWEST = 10
-"""Messages that the client fetches in advance for each topic at least: with one it would wait for each."""
+"""Least number of messages that the client prefetches per topic: with one, it would wait for each message."""
 _AT_ONCE = 8
-"""Topics that are joined at the same time."""
+"""Number of topics that are joined at the same time."""
 _REFUSED = 30.0
-"""Seconds for which a topic of a template that cannot be joined is left alone."""
+"""Seconds after which a topic of a template that could not be joined is tried again."""
 _LOST = 30.0
-"""Seconds without a connection after which a topic is joined again: the client may have given it up without a word."""
+"""Seconds without a connection after which a topic is joined again: the client may have given it up without a
+report.
+"""
 _IDLE = 5.0
-"""Seconds without a message after which the broker is asked to look again."""
+"""Seconds without a message after which the broker is asked to dispatch again."""
 _FAREWELL = 2.0
-"""Seconds that the broker may take to answer a goodbye: it lets go of a lost connection by itself."""
+"""Seconds that the broker may take to confirm closing: it drops a lost connection by itself."""
 _TIMEOUT = 8.0
 _KEEP_ALIVE = 5.0
 
@@ -64,14 +67,14 @@ class PulsarSubscriber:
     `PulsarTransport`. Topics may be templates; ``admin_url`` is needed for those with a placeholder in the tenant or
     the namespace.
 
-    Groups are subscriptions of a ``kind``. By ``key_shared`` the members share the keys of each topic; it keeps the
-    order per key if an entry holds one key only. `PulsarTransport` writes such entries unless it is told otherwise, and
-    a warning names the topics with others. When a member leaves, 4.0.8 at times hands out later messages first. By
-    ``failover`` one member at a time has a topic or partition, in order.
+    Groups are subscriptions of a ``kind``. With ``key_shared``, the members share the keys of each topic. This keeps
+    the order per key if each entry has one key only. `PulsarTransport` writes such entries by default, and a warning
+    names topics with others. When a member leaves, 4.0.8 sometimes delivers later messages first. With ``failover``,
+    one member at a time has a topic or partition, in order.
 
-    A new group begins with the ``earliest`` message that is stored, or with the ``latest``, what comes from now on; in
-    topics that are found later, with the earliest. The client fetches ``prefetch`` messages of a topic in advance, and
-    fewer, but ten, of each of many.
+    A new group begins with the ``earliest`` stored message, or with the ``latest``, the next one to be published; in
+    topics that are found later, with the earliest. The client prefetches ``prefetch`` messages of a topic, and fewer of
+    each of many topics, but at least ten.
     """
 
     def __init__(
@@ -108,15 +111,15 @@ class PulsarSubscriber:
         return f"PulsarSubscriber({self._url!r}, kind={self._kind!r})"
 
     def check_topics(self, topics: Sequence[str]) -> None:
-        """Refuse names that are none, and templates that we cannot look for."""
+        """Refuse invalid names, and templates that cannot be resolved."""
         check_topics(topics, admin=self._admin_url is not None)
 
     async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
-        """Join a group. A `ConnectionError` says why the broker does not let us in."""
+        """Join a group. Raises `ConnectionError` with the reason if the broker refuses it."""
         if not topics:
             raise ConfigurationError(f"group {group!r} subscribes to topics, or to templates of topics, got none")
         self.check_topics(topics)
-        await secret_of(self._credentials)  # if there is none to be had, here it says why
+        await secret_of(self._credentials)  # a missing secret gives its reason here
         pulsar = self._pulsar
         client = official.new_client(self._url, self._credentials, self._tls)
         subscription = PulsarSubscription(
@@ -141,7 +144,7 @@ class PulsarSubscriber:
         return subscription
 
     async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
-        """Remove a group from these topics. A member that is elsewhere keeps it there."""
+        """Remove a group from these topics. It remains while it has a member elsewhere."""
         subscription = await self.subscribe(topics, group)
         try:
             await subscription.unsubscribe()
@@ -151,7 +154,7 @@ class PulsarSubscriber:
             await subscription.close()
 
     def _named(self, topics: Sequence[str]) -> tuple[Mapping[TopicName, str], TopicFinder | None]:
-        """The topics that are named, and what finds those of the templates."""
+        """The named topics, and the finder for those of templates."""
         templates = [topic for topic in topics if topic_pattern(topic) is not None]
         plain = {TopicName.parse(topic): topic for topic in topics if topic not in templates}
         if not templates:
@@ -163,18 +166,18 @@ class PulsarSubscriber:
         return plain, TopicFinder(templates, client, admin)
 
     async def reread(self, topics: Sequence[str]) -> PulsarHistory:
-        """Read these topics from their first stored message on, and those that there are for templates."""
+        """Read these topics, and the existing topics of templates, from their first stored message on."""
         self.check_topics(topics)
         await secret_of(self._credentials)
         return PulsarHistory(official.new_client(self._url, self._credentials, self._tls), *self._named(topics))
 
     def spellings(self, topic: str) -> Sequence[str]:
-        """All names of this topic, or of the topics of this template."""
+        """All names of this topic, or of this template."""
         return spellings(topic)
 
 
 class PulsarSubscription:
-    """A member of a group. `receive` goes on by itself when the broker was away for a moment."""
+    """A member of a group. `receive` recovers by itself when the broker was unavailable for a moment."""
 
     def __init__(
         self, client: Any, subscribe: Callable[..., Any], plain: Mapping[TopicName, str], finder: TopicFinder | None, *,
@@ -184,7 +187,7 @@ class PulsarSubscription:
         self._client = client
         self._subscribe = subscribe
         self._plain = plain
-        """With the names that the user calls them by."""
+        """Topics with the names that the user gave them."""
         self._finder = finder
         self._kind = kind
         self._prefetch = prefetch
@@ -192,22 +195,22 @@ class PulsarSubscription:
         self._consumers: dict[TopicName, _Consumer] = {}
         self._joining = asyncio.Semaphore(_AT_ONCE)
         self._refused: dict[TopicName, float] = {}
-        """When to try again to join a topic."""
+        """Time of the next try to join a topic."""
         self._joins: dict[TopicName, asyncio.Task[None]] = {}
-        """Of topics that were found later."""
+        """Joins of topics that were found later."""
         self._tending: asyncio.Task[None] | None = None
         self._room = Room(max(prefetch, _FEWEST), MAX_BYTES)
         self._arrived: deque[Copy] = deque()
         self._told = False
-        """The loop knows that something has arrived."""
+        """Whether the loop was told of new messages."""
         self._heard = 0.0
         self._change = asyncio.Event()
         self._orders = count()
         self._shelf = Shelf()
         self._entries: dict[str, tuple[tuple[int, int], str]] = {}
-        """Of each topic or partition, the entry that came last, and the key of its first message."""
+        """The last entry of each topic or partition, and the key of its first message."""
         self._mixed: set[str] = set()
-        """Topics of which we have told that their entries hold several keys."""
+        """Topics for which a warning about entries with several keys was logged."""
         self._closing: asyncio.Future[None] | None = None
         self._lost_because: str | None = None
 
@@ -231,13 +234,13 @@ class PulsarSubscription:
             if copy not in self._shelf:
                 continue
             try:
-                copy.consumer.acknowledge(copy.id)  # does not wait: it goes out with the next flush
+                copy.consumer.acknowledge(copy.id)  # does not wait: it is sent with the next flush
             except self._pulsar.PulsarException as error:
                 raise ConnectionError(f"message {copy.id} cannot be acknowledged: {said(error)}") from None
             self._shelf.drop(copy)
 
     async def extend(self, received: Sequence[Received]) -> None:
-        """What we hold is ours as long as we are connected."""
+        """Do nothing: held messages stay with this member while it is connected."""
 
     @property
     def deadline(self) -> float | None:
@@ -254,14 +257,14 @@ class PulsarSubscription:
         await asyncio.shield(self._closing)
 
     async def unsubscribe(self) -> None:
-        """Remove the group from all topics that were joined."""
+        """Remove the group from all joined topics."""
         for consumer in self._consumers.values():
             await asyncio.to_thread(consumer.of_client.unsubscribe)
 
     # -- topics --------------------------------------------------------------------------------------------------------
 
     async def join(self, start: Any) -> None:
-        """Join all topics that there are, and look for others from now on."""
+        """Join all existing topics, and check for new ones from now on."""
         if self._finder is not None:
             await self._finder.look()
         found = self._found()
@@ -272,7 +275,7 @@ class PulsarSubscription:
         self._tending = asyncio.create_task(self._tend())
 
     async def abandon(self) -> None:
-        """Give up joining, and leave nothing behind: whoever waits for the broker in a thread is thrown out."""
+        """Stop joining, and leave nothing behind. Threads that wait for the broker are interrupted."""
         self._room.close()
         closing = [asyncio.to_thread(self._client.shutdown)]
         if self._finder is not None:
@@ -280,7 +283,7 @@ class PulsarSubscription:
         await asyncio.shield(asyncio.gather(*closing))
 
     def _found(self) -> dict[TopicName, str]:
-        """The topics of templates that are to be joined."""
+        """Topics of templates that are not joined yet."""
         now = self._loop.time()
         return {
             topic: called
@@ -292,7 +295,7 @@ class PulsarSubscription:
         }
 
     def _share(self, topics: int) -> int:
-        """How many messages are fetched in advance of each of so many topics."""
+        """Number of prefetched messages per topic, for this number of topics."""
         return max(self._prefetch // max(topics, 1), min(self._prefetch, _FEWEST))
 
     async def _join(self, topic: TopicName, called: str, start: Any, share: int) -> None:
@@ -308,7 +311,7 @@ class PulsarSubscription:
         self._consumers[topic] = _Consumer(consumer, self._loop.time())
 
     async def _join_found(self, topic: TopicName, called: str, start: Any, share: int) -> None:
-        """One that cannot be joined is left for later."""
+        """Join a topic. On failure, it is tried again later."""
         try:
             await self._join(topic, called, start, share)
         except Exception as error:
@@ -319,7 +322,7 @@ class PulsarSubscription:
             self._joins.pop(topic, None)
 
     async def _tend(self) -> None:
-        """Find out what the client does not say, and join new topics."""
+        """Check the consumers, whose losses the client does not report, and join new topics."""
         trouble = ""
         while True:
             await asyncio.sleep(LOOK)
@@ -332,7 +335,7 @@ class PulsarSubscription:
             except Exception as error:
                 if (trouble := said(error)) != before:
                     _log.warning("not all new topics can be looked for: %s", trouble)
-            # Not waited for: a broker that does not answer about one topic must not make others late.
+            # Not awaited: a broker that does not answer for one topic must not delay the others.
             share = self._share(len(self._consumers) + 1)
             for topic, called in self._found().items():
                 joining = self._join_found(topic, called, self._pulsar.InitialPosition.Earliest, share)
@@ -348,8 +351,8 @@ class PulsarSubscription:
                     self._lose(f"{topic} has had no connection for {_LOST:g} s")
                 del self._consumers[topic]
                 _ = self._loop.run_in_executor(None, self._give_up, consumer.of_client)
-        # A broker that changes the active member of a group while it waits for messages may go on waiting, whatever is
-        # stored, until the next one is published (seen once, on 4.0.8). So ask it to look again.
+        # A broker that changes the active member of a group while it waits for messages may keep waiting, whatever is
+        # stored, until the next message is published (seen once, on 4.0.8). So ask it to dispatch again.
         if self._kind == "failover" and not len(self._shelf) and now - self._heard > _IDLE:
             self._heard = now
             for consumer in self._consumers.values():
@@ -369,7 +372,7 @@ class PulsarSubscription:
         self._change.set()
 
     def _take_in(self) -> None:
-        self._told = False  # before we look: what arrives from now on is told again
+        self._told = False  # before taking them: later messages notify again
         self._heard = self._loop.time()
         while self._arrived:
             copy = self._arrived.popleft()
@@ -389,7 +392,7 @@ class PulsarSubscription:
     # -- on other threads ----------------------------------------------------------------------------------------------
 
     def _arrive(self, whole: str, called: str, consumer: Any, found: Any) -> None:
-        """The client calls this for each message of a topic, and waits as long as we do."""
+        """Called by the client for each message of a topic. It blocks the client while there is no room."""
         place = found.message_id()
         try:
             physical, key, body = found.topic_name(), found.partition_key(), found.data()
@@ -407,7 +410,7 @@ class PulsarSubscription:
         self._arrived.append(Copy(message, next(self._orders), stored, consumer, place, found.redelivery_count() + 1))
         if not self._told:
             self._told = True
-            with suppress(RuntimeError):  # the loop was closed, and the subscription was not
+            with suppress(RuntimeError):  # the loop was closed before the subscription
                 self._loop.call_soon_threadsafe(self._take_in)
 
     def _check_key(self, physical: str, entry: tuple[int, int], index: int, key: str) -> None:
@@ -428,7 +431,7 @@ class PulsarSubscription:
             consumer.close()
 
     def _say_goodbye(self) -> None:
-        """Sends what is acknowledged; a broker that does not answer is left without."""
+        """Send pending acknowledgements. If the broker does not answer in time, disconnect without them."""
         goodbye = threading.Thread(target=self._give_up, args=(self._client,), name="pillarbox-pulsar", daemon=True)
         goodbye.start()
         goodbye.join(_FAREWELL)
@@ -440,4 +443,4 @@ class PulsarSubscription:
 class _Consumer:
     of_client: Any
     connected: float
-    """When it was last seen to be connected."""
+    """Time at which it was last seen connected."""

@@ -1,8 +1,8 @@
-"""Templates of topics, and the topics that there are for them.
+"""Topic templates, and the existing topics that match them.
 
-The official client looks for topics once a minute at best, in one namespace. A broker can watch a list of topics for a
-client, but brokers up to 4.0 miss changes at times, and some refuse to watch. So we ask for the list again and again:
-a broker that is told what we know answers with a few bytes as long as nothing has changed.
+The official client searches for topics once a minute at best, in one namespace. A broker can watch a list of topics for
+a client, but brokers up to 4.0 sometimes miss changes, and some refuse to watch. So the list is requested repeatedly: a
+broker that is told the hash of the known list answers with a few bytes as long as nothing has changed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .client import Client
 from .names import TopicName
 
 Values = Mapping[str, str]
-"""What placeholders stand for."""
+"""Values of placeholders."""
 Ask = Callable[[PulsarAdmin], Awaitable[list[str]]]
 
 
 def check_topics(topics: Sequence[str], *, admin: bool) -> None:
-    """Refuse topics that cannot be subscribed to; with or without a REST interface to ask."""
+    """Refuse topics that cannot be subscribed to, with or without a REST interface."""
     for topic in topics:
         topic_pattern(topic)  # refuses other braces
         name = TopicName.parse(topic, template=True)
@@ -34,18 +34,20 @@ def check_topics(topics: Sequence[str], *, admin: bool) -> None:
 
 
 class TopicFinder:
-    """Finds the topics of some templates, and knows those that it has found."""
+    """Finds the topics of some templates, and remembers them."""
 
     def __init__(self, templates: Sequence[str], client: Client, admin: PulsarAdmin | None) -> None:
         self.found: dict[TopicName, str] = {}
-        """With the name that a topic has by its template, which may leave out the first parts."""
+        """Found topics with their names by the template, which may omit the first parts."""
         self._templates = templates
         self._client = client
         self._admin = admin
         self._hashes: dict[TopicName, str] = {}
 
     async def look(self) -> None:
-        """Look for new ones. An `OSError` if that cannot be done now, a `ConfigurationError` if we may not."""
+        """Search for new topics. Raises `OSError` if that is impossible now, `ConfigurationError` if it is not
+        permitted.
+        """
         await asyncio.gather(*map(self._look_for, self._templates))
 
     async def close(self) -> None:
@@ -65,11 +67,11 @@ class TopicFinder:
                 continue
             for topic in topics:
                 self.found.setdefault(topic, str(topic)[omitted:])
-        if errors:  # what one namespace denies keeps no other from being found
+        if errors:  # a namespace that refuses does not keep the others from being searched
             raise errors[0]
 
     async def _topics(self, template: TopicName, values: Values) -> list[TopicName]:
-        """The new topics of a namespace that look like this."""
+        """The new topics of a namespace that match the template."""
         tenant, namespace = template.tenant, template.namespace
         wanted = TopicName(tenant, namespace, fill_template(template.topic, values))
         if wanted in self.found:
@@ -85,12 +87,12 @@ class TopicFinder:
 
 
 async def namespaces_of(template: TopicName, admin: PulsarAdmin | None) -> list[tuple[TopicName, Values]]:
-    """The template in each namespace that it may come to, and what its placeholders stand for there."""
+    """The template in each namespace that it matches, with the values of its placeholders there."""
 
     async def fill(part: str, values: Values, ask: Ask) -> list[tuple[str, Values]]:
         part = fill_template(part, values)
         pattern = topic_pattern(part)
-        if pattern is None or admin is None:  # the latter is refused by check_topics
+        if pattern is None or admin is None:  # check_topics refuses templates without a REST interface
             return [(part, values)]
         matches = [(each, pattern.fullmatch(each)) for each in await ask(admin)]
         return [(each, {**values, **match.groupdict()}) for each, match in matches if match is not None]

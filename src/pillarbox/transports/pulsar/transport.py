@@ -1,8 +1,8 @@
-"""Apache Pulsar, exactly once: a lane's numbers, the broker's deduplication, and a producer name that is the lane's.
+"""Apache Pulsar, exactly once: by a lane's numbers, the broker's deduplication, and a producer name per lane.
 
-We speak the broker's protocol ourselves, because a batch is deduplicated only if it carries its first and its highest
-number, which the official client for Python never sends. See docs/explanation/pulsar.md for what is promised and what
-breaks it.
+The transport has its own implementation of the broker's protocol: a batch is deduplicated only if it has its first and
+its highest number, which the official client for Python never sends. See docs/explanation/pulsar.md for the guarantees
+and their limits.
 """
 
 from __future__ import annotations
@@ -33,40 +33,46 @@ from .templates import check_topics, namespaces_of
 _Kind = TypeVar("_Kind", bound=StrEnum)
 
 ROOM = 16_384
-"""What the metadata of an entry takes at most, beside its messages."""
+"""Largest size of an entry's metadata, without its messages."""
 _OURS = frozenset({wire.NotAllowedError, wire.ChecksumError})
-"""Errors that are about the entry, not about the broker."""
+"""Errors caused by the entry, not by the broker."""
 _THIS_TOPIC = frozenset({
     wire.AuthorizationError, wire.TopicNotFound, wire.TopicTerminatedError, wire.InvalidTopicName, wire.NotAllowedError,
     wire.ProducerBlockedQuotaExceededError, wire.ProducerBlockedQuotaExceededException, wire.IncompatibleSchema,
     wire.MetadataError,
 })  # fmt: skip
-"""Errors at opening that are about one topic, and will be the same in a moment: the others can go on."""
+"""Errors at opening that concern one topic and persist: the others are opened anyway."""
 MOVING = 3.0
-"""Seconds for which a lane waits for a topic that fails while others are open: as a rule it is being moved, which is
-over in less than one. From then on it is refused, and the others go on."""
+"""Seconds for which a lane waits for a topic that fails while others are open: usually the topic is being moved, which
+takes less than one. After that, it is refused, and the others continue.
+"""
 AT_ONCE = 4
-"""Topics that a lane opens at the same time: one that does not answer must not make all others late. Not more, as many
-lanes begin together, and a broker that loads hundreds of topics at once is slow with each of them."""
+"""Number of topics that a lane opens at the same time, so that one that does not answer does not delay all others. Not
+more, because many lanes start together, and a broker that loads hundreds of topics at once is slow with each.
+"""
 TIMEOUT = 8.0
-"""Seconds for an answer. A broker asks the holder of a producer's name for five whether it is still there; who gives
-up before that, when it opens one, lets the broker begin anew."""
+"""Seconds for an answer. A broker first asks the holder of a producer's name, for five seconds, whether it is alive. A
+client that gives up earlier makes the broker start over.
+"""
 PAUSES = 4
-"""A refused topic is left alone for so many times as long as it took to fail, so that those that do not answer stop
-their lane for a fifth of the time at most."""
+"""A refused topic is not retried for this many times as long as it took to fail, so that topics that do not answer stop
+their lane for at most a fifth of the time.
+"""
 
 
 MAX_HEADERS = SMALLEST_MESSAGE_LIMIT // 4
 LARGE = MAX_HEADERS // 8
-"""Below this nothing can be too large."""
+"""Smaller messages are never too large."""
 RECOUNT = 60.0
-"""Seconds after which we look again how many partitions a topic has, and at the settings of a namespace."""
+"""Seconds after which the partitions of a topic and the settings of a namespace are read again."""
 FORGETS_AFTER = 6 * 3600.0
-"""What a broker does by default with the numbers of a producer: brokerDeduplicationProducerInactivityTimeoutMinutes."""
+"""A broker's default for keeping the numbers of an absent producer:
+brokerDeduplicationProducerInactivityTimeoutMinutes.
+"""
 SLOWEST = 30.0
 """Seconds that a request may take: a producer reconnects by itself meanwhile."""
 IDLE = 300.0
-"""Seconds after which a producer that nobody asks for is closed, when others are opened."""
+"""Seconds after which an unused producer is closed, when others are opened."""
 
 
 _OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -80,7 +86,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "listener_name": str,
     "subscription": str,
 }
-"""What an address may say, beside where the cluster is and who we are."""
+"""Options of an address, beside location and credentials."""
 
 
 class _Topic(NamedTuple):
@@ -95,11 +101,11 @@ class _Failing(NamedTuple):
     error: OSError | ConfigurationError
     since: float
     again: float
-    """When to try again."""
+    """Time of the next try."""
 
     @property
     def is_final(self) -> bool:
-        """Whether it is known to be about this topic, and to last."""
+        """Whether the failure concerns this topic alone, and persists."""
         error = self.error
         return isinstance(error, ConfigurationError) or (isinstance(error, BrokerError) and error.code in _THIS_TOPIC)
 
@@ -114,12 +120,12 @@ class Guarantee(StrEnum):
 class PulsarTransport:
     """A `Publisher` for a Pulsar cluster.
 
-    ``url`` is the binary protocol's (``pulsar://host:6650``, several hosts separated by commas, ``pulsar+ssl://`` for
-    TLS), ``admin_url`` the REST interface's: there we see that deduplication is on, without which ``exactly_once`` is
-    refused. ``entries`` cut ``by_key`` are right for every subscription; ``mixed`` ones are faster, and wrong for
-    key_shared. Payloads from ``compress_from`` bytes on are compressed, if ``compression`` says so. ``listener_name``
-    is which of its ``advertisedListeners`` a broker is to send us to, where it has several, as behind a port forward.
-    Consumers join by a ``subscription`` of this kind, see `PulsarSubscriber`.
+    ``url`` is that of the binary protocol (``pulsar://host:6650``, several hosts separated by commas, ``pulsar+ssl://``
+    for TLS). ``admin_url`` is that of the REST interface, where the transport checks that deduplication is on; without
+    it, ``exactly_once`` is refused. ``entries`` cut ``by_key`` suit every subscription; ``mixed`` ones are faster, but
+    not for key_shared. Payloads from ``compress_from`` bytes on are compressed by ``compression``. ``listener_name``
+    selects one of the broker's ``advertisedListeners``, for example behind a port forward. Consumers join by a
+    ``subscription`` of this kind, see `PulsarSubscriber`.
     """
 
     def __init__(
@@ -180,23 +186,23 @@ class PulsarTransport:
         }  # fmt: skip
         self._timeout = timeout
         self._producers: dict[str, dict[str, Producer]] = {}
-        """By name, then by physical topic."""
+        """Producers by name, then by physical topic."""
         self._topics: dict[str, _Topic] = {}
         self._failing: dict[tuple[str, str], _Failing] = {}
-        """By producer and topic, those that fail while others of the producer are open."""
+        """Topics that fail while others of the producer are open, by producer and topic."""
         self._deduplicating: set[str] = set()
         self._checking: dict[str, asyncio.Lock] = {}
         self._namespaces: dict[str, float] = {}
-        """When we saw that a namespace deduplicates."""
+        """Time at which a namespace was last seen to deduplicate."""
         self._largest: dict[str, int] = {}
-        """The largest payload that a topic has stored."""
+        """The largest stored payload of each topic."""
         self._entry_limits: dict[str, int] = {}
-        """Of topics that take less than their broker does."""
+        """Limits of topics that accept less than their broker."""
         self._numbers: dict[str, int] = {}
 
     @classmethod
     def from_address(cls, address: str) -> PulsarTransport:
-        """From the settings: ``pulsar://host:6650?admin=http://host:8080&entries=mixed``."""
+        """Create a transport from the settings: ``pulsar://host:6650?admin=http://host:8080&entries=mixed``."""
         parsed = parse_address(address)
         options: dict[str, Any] = {}
         for name, value in parsed.options.items():
@@ -219,7 +225,7 @@ class PulsarTransport:
 
     @property
     def _limit(self) -> int:
-        """What an entry may take: as much as we were told, or as the brokers do that we are connected to now."""
+        """Largest entry: as configured, or as the connected brokers allow."""
         return min([self._max_message_bytes, *self._client.message_limits()])
 
     def preflight(self, message: Message) -> str | None:
@@ -241,7 +247,7 @@ class PulsarTransport:
         held = self._producers.get(producer, {})
         for topic in topics:
             for place in self._topics[topic].places if topic not in failing else ():
-                if place in held:  # else another lane has just found it: what goes there is not open, and comes again
+                if place in held:  # otherwise another lane has just found it: unavailable for now
                     held[place].used = now
                     lasts[place] = held[place].last
         if len(failing) < len(missing):
@@ -251,9 +257,9 @@ class PulsarTransport:
         return lasts if self._capabilities.numbered else {}
 
     async def _open_missing(self, owner: str, topics: Sequence[str]) -> dict[str, _Failing]:
-        """Open all that can be opened; what cannot comes back."""
+        """Open all topics that can be opened. Returns the failures."""
         turns = asyncio.Semaphore(AT_ONCE)
-        # All of them to the end: one that is opened behind our back keeps its name from us for ever.
+        # Wait for all of them: a producer that is opened after a return would keep its name.
         tried = await asyncio.gather(*(self._try(owner, topic, turns) for topic in topics), return_exceptions=True)
         failing: dict[str, _Failing] = {}
         for topic, failure in zip(topics, tried, strict=True):
@@ -273,14 +279,16 @@ class PulsarTransport:
                 await self._open(owner, topic, owner if self._capabilities.numbered else None)
             except (OSError, ConfigurationError) as error:
                 ended = clock()
-                lasting = before is not None and began < before.again + RECOUNT  # else nobody has asked for long
+                lasting = before is not None and began < before.again + RECOUNT  # otherwise it was unused for long
                 since = before.since if before is not None and lasting else began
                 return _Failing(error.with_traceback(None), since, ended + PAUSES * (ended - began))
             self._failing.pop((owner, topic), None)
             return None
 
     def _refuse(self, owner: str, failing: Mapping[str, _Failing]) -> NoReturn:
-        """Say what cannot be opened. If nothing can, the destination is away, and nothing is known about any topic."""
+        """Raise the error for topics that cannot be opened. If none can, the destination is unavailable, and no topic
+        is to blame.
+        """
         now = asyncio.get_running_loop().time()
         theirs = {place for topic in failing if topic in self._topics for place in self._topics[topic].places}
         held = self._producers.get(owner, {})
@@ -298,12 +306,12 @@ class PulsarTransport:
         raise next(iter(failing.values())).error
 
     def partitions(self, topic: str) -> int:
-        """How many partitions the topic has, as far as we know since it was opened; 0 if it has none."""
+        """Number of partitions of the topic, as known since it was opened; 0 if it has none."""
         known = self._topics.get(topic)
         return 0 if known is None else known.partitions
 
     def place(self, topic: str, key: str, partitions: int) -> str:
-        """The partition that a key belongs to, of so many."""
+        """The partition of a key, for this number of partitions."""
         return _place(topic, partition_of(key, partitions))
 
     def _standing(self, owner: str, topic: str) -> dict[str, Producer] | None:
@@ -316,7 +324,7 @@ class PulsarTransport:
         return found if len(found) == len(known.places) else None
 
     async def _open(self, owner: str, topic: str, name: str | None) -> None:
-        """Open what is not open of a topic: one producer, or one for each of its partitions."""
+        """Open the missing producers of a topic: one, or one for each of its partitions."""
         parsed = TopicName.parse(topic)
         if self._capabilities.numbered:
             await self._check_deduplication(topic, parsed)
@@ -335,9 +343,9 @@ class PulsarTransport:
                 raise failure
 
     def _close_idle(self, held: dict[str, Producer], now: float) -> None:
-        """A lane may have a topic for each tenant, and most tenants rest most of the time. The broker remembers the
-        numbers, and so does the lane. One whose name the broker has not taken back yet is kept: whoever needs it again
-        waits for that.
+        """Close unused producers. A lane may have a topic for each tenant, and most tenants are idle most of the time.
+        The broker and the lane remember the numbers. A producer whose name the broker has not released yet is kept, so
+        that the next use can wait for that.
         """
         for place, producer in list(held.items()):
             if producer.used + IDLE < now:
@@ -347,11 +355,13 @@ class PulsarTransport:
 
     async def _open_place(self, held: dict[str, Producer], place: str, topic: TopicName, name: str | None) -> None:
         connection = await self._client.broker_of(topic)
-        # Held at once: whoever waits for us may have been cancelled, and would not take it.
+        # Stored at once: the caller may have been cancelled.
         held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
-        """Lanes begin together and share topics: one of them asks, and the others wait for the answer."""
+        """Check deduplication once for all lanes: they start together and share topics, so one of them asks and the
+        others wait.
+        """
         if self.admin is None or topic in self._deduplicating:
             return
         async with self._checking.setdefault(topic, asyncio.Lock()):
@@ -365,7 +375,7 @@ class PulsarTransport:
         self._checking.pop(topic, None)
 
     async def _is_deduplicating(self, admin: PulsarAdmin, name: TopicName) -> bool:
-        """What holds for a whole namespace is remembered for a while: it may have a topic for each tenant."""
+        """The setting of a namespace is cached for a while: it may have a topic for each tenant."""
         said = await admin.deduplication_of(name, applied=True)
         if said is not None:
             return said
@@ -402,11 +412,11 @@ class PulsarTransport:
         return _outcome(answered)
 
     def check_topics(self, topics: Sequence[str]) -> None:
-        """Refuse names that are none, and templates that we cannot look for."""
+        """Refuse invalid names, and templates that cannot be resolved."""
         check_topics(topics, admin=self.admin is not None)
 
     async def subscribe(self, topics: Sequence[str], group: str) -> PulsarSubscription:
-        """Receive from the same cluster. `PulsarSubscriber` can do more."""
+        """Receive from the same cluster. `PulsarSubscriber` has more options."""
         return await PulsarSubscriber(**self._reading).subscribe(topics, group)
 
     async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
@@ -418,7 +428,7 @@ class PulsarTransport:
         return await PulsarSubscriber(**self._reading).reread(topics)
 
     async def redelivery(self, topics: Sequence[str]) -> float | None:
-        """How long a broker keeps what was not acknowledged: its time to live, or for ever."""
+        """How long a broker keeps unacknowledged messages: their time to live, or infinity."""
         if self.admin is None:
             return None
         found = [await namespaces_of(TopicName.parse(topic, template=True), self.admin) for topic in topics]
@@ -427,7 +437,7 @@ class PulsarTransport:
         return max([limit for limit in limits if limit is not None], default=None)
 
     def spellings(self, topic: str) -> Sequence[str]:
-        """All names of this topic, or of the topics of this template."""
+        """All names of this topic, or of this template."""
         return spellings(topic)
 
     async def close(self, producer: str | None = None) -> None:
@@ -456,24 +466,25 @@ class PulsarTransport:
             entry = entries[index]
             too_large = error.code == wire.NotAllowedError
             if too_large:
-                # The topic takes less than its broker, or than it did: what is as large must go alone again.
+                # The topic accepts less than its broker, or than before: messages of this size must be sent alone
+                # again.
                 self._largest.pop(topic, None)
             if too_large and len(entry.messages) > 1:
                 self._entry_limits[topic] = max(1, len(entry.payload) // 2)
             elif error.code in _OURS:
                 continue
             if not any(later > index for later in answers.stored):
-                # The same messages come again, in smaller entries if this one was too large. Else something is stored
-                # behind it, and whoever asks how far the topic has come would take it for stored, too: it gets a new
-                # number, at the risk of a second copy.
+                # The messages are sent again, in smaller entries if this one was too large. But if a later entry is
+                # stored, the last number of the topic would count this one as stored, too: then its messages get new
+                # numbers, at the risk of a second copy.
                 del answers.refused[index]
                 answers.lost = str(error)
         if answers.lost is not None:
-            producer.close()  # whoever goes on must first ask what it has
+            producer.close()  # the next owner must read the last number first
         return entries, answers
 
     async def _made_ready(self, owner: str, messages: Sequence[Message]) -> Sequence[Message]:
-        """Without numbers of the lane: open what is needed, and count for ourselves."""
+        """For a destination without numbers: open the topics, and number the messages here."""
         await self.open(owner, {message.topic for message in messages})
         ready: list[Message] = []
         start = self._numbers.get(owner, 0)
@@ -495,7 +506,7 @@ class PulsarTransport:
 
 
 def _body_limit(message_limit: int) -> int:
-    return message_limit - ROOM - 3 * MAX_HEADERS  # each of them takes a little more than its text
+    return message_limit - ROOM - 3 * MAX_HEADERS  # each header takes a little more than its text
 
 
 @lru_cache(maxsize=65_536)
@@ -504,7 +515,7 @@ def _place(topic: str, partition: int) -> str:
 
 
 def _by_place(messages: Sequence[Message]) -> Iterator[tuple[str, Sequence[Message], Sequence[int]]]:
-    """The messages of each physical topic, and where they were."""
+    """The messages of each physical topic, with their positions in the request."""
     first = messages[0]
     if len({(message.topic, message.place) for message in messages}) == 1:
         yield first.place or first.topic, messages, range(len(messages))
