@@ -355,7 +355,12 @@ async def status_of(box: Pillarbox, mood: Mood) -> Status:
 
 
 STATES = [name for name in vars(States) if not name.startswith("_")]
-WAYS = ["again", "another version", "another version, then again", "a redrive, then again", "again in a group of two"]
+WAYS = [
+    "another version, then again",
+    "a redrive, then again",
+    "again in a group of two",
+    *(pytest.param(it, marks=pytest.mark.full) for it in ("again", "another version")),  # the first steps of the others
+]
 
 
 @pytest.mark.parametrize("way", WAYS)

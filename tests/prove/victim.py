@@ -185,7 +185,8 @@ async def _are_spilled(box: Pillarbox, enough: int) -> bool:
 
 
 async def _are_done(box: Pillarbox, events: int) -> bool:
-    return len(await _effects(box)) == events
+    async with box.engine.connect() as connection:
+        return (await connection.execute(select(func.count()).select_from(Effect))).scalar_one() == events
 
 
 async def _has_dead_letters(box: Pillarbox) -> bool:
