@@ -11,15 +11,13 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from pillarbox import clock
-
-_Step = tuple["Life | None", asyncio.Handle]
 
 _life: ContextVar[Life | None] = ContextVar("pillarbox_life", default=None)
 
@@ -36,7 +34,7 @@ class Life:
         self.relay: Any = None
         self.alive = True
         self.paused_at: float | None = None
-        self.missed: list[_Step] = []
+        self.missed: list[Step] = []
 
     def context(self) -> Context:
         """A context whose steps belong to this life."""
@@ -44,6 +42,34 @@ class Life:
         context.run(_life.set, self)
         context.run(clock._current.set, self.clock)
         return context
+
+
+class Step:
+    """A callback and whose it is: what asyncio asks of a handle, which it makes for each step of each task."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "life")
+
+    _source_traceback = None
+
+    def __init__(self, callback: Callable[..., Any], args: Sequence[Any], context: Context) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.life = context.get(_life)
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Never run it."""
+        self.is_cancelled = True
+        self.callback, self.args = _nothing, ()
+
+    def cancelled(self) -> bool:
+        """Whether it never runs."""
+        return self.is_cancelled
+
+
+def _nothing() -> None:
+    """What is left of a step that is cancelled."""
 
 
 class SimulatedClock:
@@ -74,8 +100,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._count = 0
-        self._steps: deque[_Step] = deque()
-        self._timers: list[tuple[float, int, Life | None, asyncio.TimerHandle]] = []
+        self._steps: deque[Step] = deque()
+        self._timers: list[tuple[float, int, Step]] = []
         self._tasks: list[tuple[asyncio.Task[Any], Context]] = []  # those of the dead, too, whom nobody else remembers
 
     def time(self) -> float:
@@ -83,22 +109,20 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_soon(  # type: ignore[override]  # its types are for those who call it
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        context = context or copy_context()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._steps.append((context.get(_life), handle))
-        return handle
+    ) -> Step:
+        step = Step(callback, args, context or copy_context())
+        self._steps.append(step)
+        return step
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        context = context or copy_context()
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> Step:
+        step = Step(callback, args, context or copy_context())
         self._count += 1
-        heapq.heappush(self._timers, (when, self._count, context.get(_life), handle))
-        return handle
+        heapq.heappush(self._timers, (when, self._count, step))
+        return step
 
     def pause(self, life: Life) -> None:
         """Run nothing of it any more."""
@@ -116,14 +140,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if not steps:
             self._now = max(self._now, timers[0][0])  # without a timer nothing would ever happen again
         while timers and timers[0][0] <= self._now:
-            _, _, life, timer = heapq.heappop(timers)
-            steps.append((life, timer))
+            steps.append(heapq.heappop(timers)[2])
         for _ in range(len(steps)):
-            life, handle = step = steps.popleft()
-            if handle.cancelled() or (life is not None and not life.alive):
+            step = steps.popleft()
+            life = step.life
+            if step.is_cancelled or (life is not None and not life.alive):
                 continue
             if life is None or life.paused_at is None:
-                handle._run()
+                try:
+                    step.context.run(step.callback, *step.args)
+                except Exception as error:
+                    self.call_exception_handler({"message": f"{step.callback} failed", "exception": error})
             else:
                 life.missed.append(step)
 

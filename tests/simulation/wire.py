@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-from tests.simulation.loop import Life, SimulatedLoop
+from tests.simulation.loop import Life, SimulatedLoop, Step
 
 Reply = Callable[[Any], None]
 Effect = Callable[[Reply], None]
@@ -55,7 +55,7 @@ class Chaos:
         """Add to the trace."""
         self.trace.append((self.loop.time(), *what))
 
-    def later(self, seconds: float, step: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+    def later(self, seconds: float, step: Callable[..., Any], *args: Any) -> Step:
         """Do something that belongs to no process."""
         return self.loop.call_at(self.loop.time() + seconds, step, *args, context=self.outside)
 
