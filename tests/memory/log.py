@@ -8,6 +8,7 @@ would stay PENDING for ever, and one that it finds twice is refused.
 from __future__ import annotations
 
 import sys
+from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ class MemoryLogStore(MemoryStore):
         super().__init__(**options)
         self._is_log = log
         self._xids: dict[int, int] = {}
+        self._by_lane: dict[LaneName, list[RowAt]] = {}
+        """All that was ever committed to each lane, in the order of their ids."""
         self._running: set[int] = set()
         self._next_xid = FIRST_XID
         self._completed = FIRST_XID - 1
@@ -69,8 +72,9 @@ class MemoryLogStore(MemoryStore):
     def append(self, connection: Any, deliveries: Sequence[Delivery], *, xid: int | None = None) -> None:
         written_by = self.begin() if xid is None else xid
         super().append(connection, deliveries)
-        last = self._last_id
-        self._xids.update(dict.fromkeys(range(last - len(deliveries) + 1, last + 1), written_by))
+        for row in range(self._last_id - len(deliveries) + 1, self._last_id + 1):
+            self._xids[row] = written_by
+            insort(self._by_lane.setdefault(self._rows[row].lane, []), RowAt(row, written_by))
         if xid is None:
             self.end(written_by)
 
@@ -134,9 +138,9 @@ class MemoryLogStore(MemoryStore):
     def _tenant(self, row: RowAt) -> str | None:
         return self._rows[row.id].row.tenant
 
-    def _written(self, lane: LaneName) -> list[RowAt]:
+    def _written(self, lane: LaneName) -> Sequence[RowAt]:
         """All that was ever committed to a lane."""
-        return [RowAt(row, self._xids[row]) for row, it in sorted(self._rows.items()) if it.lane == lane]
+        return self._by_lane.get(lane, ())
 
     def _has_work(self, name: LaneName, now: float) -> bool:
         kept = self._lanes[name]

@@ -200,8 +200,9 @@ class World(Course):
 
     def has_arrived(self, row: Row) -> bool:
         """Whether it is on its topic."""
-        messages = [*self.broker.topics.get(row.topic, ()), *self.plain.topics.get(row.topic, ())]
-        return any(event_of(message) == row.headers["event_id"] for message in messages)
+        event = row.headers["event_id"]
+        topics = self.broker.topics.get(row.topic, ()), self.plain.topics.get(row.topic, ())
+        return any(event_of(message) == event for topic in topics for message in reversed(topic))
 
     def rejections(self, event: str) -> int:
         """How often an event was rejected, wherever it went."""
