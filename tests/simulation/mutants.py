@@ -339,7 +339,7 @@ def _deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 # -- poison ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("I11", seed=152, poison=Poison.SHARE)
+@mutant("I11", seed=268, poison=Poison.SHARE)
 def _suspicion_cleared_before_the_rejections_are_counted(patch: pytest.MonkeyPatch) -> None:
     rejected = Rejections.rejected
 
@@ -427,7 +427,7 @@ def _high_water_poll(patch: pytest.MonkeyPatch) -> None:
 # -- people ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("I9", seed=10)
+@mutant("I9", seed=103)
 def _order_carried_out_by_somebody_else(patch: pytest.MonkeyPatch) -> None:
     """By whoever gives it, and not by the owner of the lane with its next announcement."""
     request = MemoryStore.request
