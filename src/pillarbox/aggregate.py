@@ -1,7 +1,7 @@
-"""Aggregates: the objects that raise events.
+"""Aggregates: objects that raise events.
 
-`Aggregate` is a mixin for SQLAlchemy classes (either order of bases) and for plain ones. It only records; the session
-that the aggregate belongs to collects what was recorded, and writes it in the transaction that saves the aggregate.
+`Aggregate` is a mixin for SQLAlchemy classes (either order of bases) and for plain ones. It only records events. The
+aggregate's session collects them, and writes them in the transaction that saves the aggregate.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ _SLOT = "_pillarbox"
 
 
 class Collects(Protocol):
-    """Whoever wants to know that an aggregate has raised something: the session's collector."""
+    """Receives notice of raised events: the session's collector."""
 
     def touched(self, aggregate: Aggregate) -> None:
-        """The aggregate holds events that were not there before."""
+        """Called when the aggregate has new events."""
         ...
 
 
 class Recorded:
-    """What one aggregate has raised and not handed over yet. Lives in the instance, beside the mapped attributes."""
+    """Events of one aggregate that were raised and not collected yet. Stored in the instance, beside mapped
+    attributes.
+    """
 
     __slots__ = ("before", "collector", "events", "owner")
 
     def __init__(self, owner: int = 0) -> None:
         self.owner = owner
-        """Whose record this is: a shallow copy of an aggregate refers to it, too, and has raised nothing."""
+        """The aggregate itself: a shallow copy refers to the same record, but has raised nothing."""
         self.events: list[Raised] = []
         self.before: tuple[Raised, ...] = ()
-        """What a new object had raised before it was added to its session."""
+        """Events that a new object raised before it was added to its session."""
         self.collector: Collects | None = None
 
     def __reduce__(self) -> tuple[type[Recorded], tuple[()]]:
-        # A copy or a pickle of an aggregate (a cache keeps such) is another object: it has raised nothing.
+        # A copy or a pickle of an aggregate (in a cache, for example) is another object, which has raised nothing.
         return (Recorded, ())
 
 
 class Aggregate:
-    """Something with an identity that changes by its own methods and says so in events."""
+    """An object with an identity whose methods change it and raise events."""
 
     def raise_event(self, event: object) -> None:
-        """Record an event. Its content is taken now; it is written when, and only if, the aggregate's transaction
+        """Record an event, with its content at this moment. It is written if, and only if, the aggregate's transaction
         commits.
         """
         recorded = recorded_by(self)
@@ -54,19 +56,19 @@ class Aggregate:
             recorded.collector.touched(self)
 
     def pull_events(self) -> list[object]:
-        """Hand over what was raised and not yet written, and forget it. For code that works without a unit of work."""
+        """Return and forget the events that are not written yet. For code without a unit of work."""
         recorded = recorded_by(self)
         raised, recorded.events = recorded.events, []
         return [entry.event for entry in raised]
 
     @property
     def aggregate_type(self) -> str:
-        """The kind of aggregate, as it appears in headers: by default the class name in snake case."""
+        """Type in headers: by default the class name in snake case."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def aggregate_id(self) -> str:
-        """The identity, as it appears in headers and as ordering key: by default the primary key, else ``id``."""
+        """Identity in headers, and ordering key: by default the primary key, or else ``id``."""
         mapper: Any = getattr(type(self), "__mapper__", None)
         parts = mapper.primary_key_from_instance(self) if mapper is not None else [getattr(self, "id", None)]
         if any(part is None for part in parts):
@@ -75,12 +77,12 @@ class Aggregate:
             )
         if len(parts) == 1:
             return str(parts[0])
-        # The parts of a composite key must stay apart: "x:y" and "z" are not "x" and "y:z".
+        # The parts of a composite key must stay distinct: "x:y" and "z" are not "x" and "y:z".
         return ":".join(str(part).replace("%", "%25").replace(":", "%3A") for part in parts)
 
     @property
     def aggregate_version(self) -> int | None:
-        """The version, if the class keeps one: the mapped ``version_id_col``, else an attribute ``version``."""
+        """Version of the aggregate, if it has one: the mapped ``version_id_col``, or else the attribute ``version``."""
         mapper: Any = getattr(type(self), "__mapper__", None)
         if mapper is None:
             version: Any = getattr(self, "version", None)
@@ -92,7 +94,7 @@ class Aggregate:
 
 
 def recorded_by(aggregate: Aggregate) -> Recorded:
-    """The record of an aggregate. SQLAlchemy makes instances without ``__init__``, so it is made on first use."""
+    """The record of an aggregate, created on first use, because SQLAlchemy creates instances without ``__init__``."""
     recorded: Recorded | None = aggregate.__dict__.get(_SLOT)
     if recorded is None or recorded.owner != id(aggregate):
         recorded = aggregate.__dict__[_SLOT] = Recorded(id(aggregate))

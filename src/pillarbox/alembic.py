@@ -1,12 +1,12 @@
-"""For people whose own Alembic makes the schema: one line in a revision of theirs.
+"""Creates Pillarbox's tables in your own Alembic revisions, by one line::
 
     import pillarbox.alembic
 
     def upgrade() -> None:
         pillarbox.alembic.upgrade(op, to=1)
 
-``pillarbox migrate`` does the same without Alembic, and both ways can be mixed: each step is run once. Importing this
-module, in a revision or in ``env.py``, also keeps ``alembic check`` and autogenerate away from Pillarbox's tables.
+``pillarbox migrate`` does the same without Alembic. Both ways can be mixed: each step runs once. Importing this module,
+in a revision or in ``env.py``, also keeps ``alembic check`` and autogenerate away from Pillarbox's tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .stores.columns import TransactionId
 
 
 def upgrade(op: Any, *, to: int) -> None:
-    """Run Pillarbox's steps up to and including ``to``, unless they have been run. ``op`` is Alembic's ``op``."""
+    """Run Pillarbox's missing steps up to and including ``to``. ``op`` is Alembic's ``op``."""
     last = len(migrations.STEPS)
     if not 1 <= to <= last:
         known = "step 1" if last == 1 else f"the steps 1 to {last}"
@@ -33,13 +33,13 @@ def upgrade(op: Any, *, to: int) -> None:
         migrations.run_step(op, number)
 
 
-# Whoever compares reads our tables, too, and SQLAlchemy would warn of a type that it does not know.
+# Comparisons also read Pillarbox's tables, and SQLAlchemy would warn of an unknown type.
 ischema_names.setdefault("xid8", TransactionId)
 
 
 @comparators.dispatch_for("schema", priority=DispatchPriority.LAST)
 def _leave_our_tables_alone(_context: Any, upgrade_ops: Any, _schemas: Any) -> None:
-    """They are in the database and not in the user's metadata: autogenerate would drop them."""
+    """Keep autogenerate from dropping Pillarbox's tables, which are not in the user's metadata."""
     upgrade_ops.ops[:] = [op for op in upgrade_ops.ops if not _is_ours(op)]
 
 

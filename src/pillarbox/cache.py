@@ -23,7 +23,7 @@ MAX_KEYS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to fill a key with a value that is read from now on."""
+    """The right to fill a key with a value that is read after the ticket was issued."""
 
     key: str
     number: str
@@ -37,11 +37,11 @@ class Cache(Protocol):
         ...
 
     async def set(self, ticket: Ticket, value: bytes, *, ttl: float) -> None:
-        """Fill, for so many seconds. A ticket that has run out, or whose key was deleted since, fills nothing."""
+        """Fill a key for ``ttl`` seconds. An expired ticket, or one whose key was deleted since, fills nothing."""
         ...
 
     async def delete(self, keys: Collection[str]) -> None:
-        """Forget the values and invalidate the tickets. If the cache is unavailable, they live out their time."""
+        """Forget the values and invalidate the tickets. If the cache is unavailable, they stay until they expire."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""Time and identity, as ports: everything that reads a clock or makes an id asks here.
+"""Time and ids, as a port: all code that reads a clock or creates an id uses it.
 
-A `Clock` answers three questions: what time is it, how much time has passed, what is the next id. The system clock is
-the default; `use` puts another one in its place for the running context, which is how tests and the simulator bend
-time.
+A `Clock` has the time of day, the elapsed time and the next id. The system clock is the default; `use` replaces it in
+the running context, for tests and the simulator.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Clock(Protocol):
-    """Where time and ids come from."""
+    """A source of time and ids."""
 
     def now(self) -> datetime:
-        """The wall clock, aware, in UTC."""
+        """The time of day in UTC, with time zone."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment; never goes back, and does not stand still while the machine sleeps."""
+        """Seconds since a fixed moment. Never goes back, and does not stop while the machine sleeps."""
         ...
 
     def new_id(self) -> UUID:
-        """A UUIDv7, greater than every one that this clock gave before."""
+        """A UUIDv7, greater than every earlier one of this clock."""
         ...
 
 
 class SystemClock:
-    """The machine's own clock. Its ids rise strictly, also within one tick and across threads."""
+    """The machine's clock. Its ids rise strictly, also within one tick and across threads."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -56,7 +55,7 @@ class SystemClock:
         stamp = (time.time_ns() << 12) // 1_000_000
         with self._lock:
             self._last = stamp = max(stamp, self._last + 1)
-        # Unique, not secret; and the generator is seeded anew in a forked process.
+        # Unique, not secret. A forked process seeds its generator again.
         return uuid7(stamp, random.getrandbits(62))
 
 
@@ -64,23 +63,23 @@ def _elapsed_with_sleep() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-# A machine that sleeps must notice that its leases have ended; on Linux the plain monotonic clock stands still then.
+# A machine that sleeps must notice that its leases have expired; on Linux, the plain monotonic clock stops meanwhile.
 _elapsed = _elapsed_with_sleep if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 
 
 def uuid7(stamp: int, tail: int) -> UUID:
     """A UUIDv7 from a 60-bit time stamp (in 1/4096 ms) and 62 random bits."""
     number = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0b10 << 62 | tail
-    return msgspec.convert(number.to_bytes(16, "big"), UUID)  # as UUID(int=number), in half of the time
+    return msgspec.convert(number.to_bytes(16, "big"), UUID)  # equal to UUID(int=number), in half the time
 
 
 def first_uuid7(seconds: float) -> UUID:
-    """Below all UUIDv7 of a moment, and above those before it."""
+    """A lower bound of all UUIDv7 from this moment on, above all earlier ones."""
     return UUID(int=max(0, int(seconds * 1000)) << 80)
 
 
 def time_of(event_id: UUID) -> datetime:
-    """When a UUIDv7 was made, to the millisecond."""
+    """The creation time of a UUIDv7, to the millisecond."""
     return EPOCH + timedelta(milliseconds=event_id.int >> 80)
 
 
@@ -93,18 +92,18 @@ def current() -> Clock:
 
 
 def new_id() -> UUID:
-    """The next id of that clock."""
+    """The next id of the current clock."""
     return _current.get().new_id()
 
 
 def now() -> datetime:
-    """Its time."""
+    """The time of day of the current clock."""
     return _current.get().now()
 
 
 @contextmanager
 def use(clock: Clock) -> Iterator[Clock]:
-    """Let everything inside the block read ``clock``."""
+    """Use ``clock`` within the block."""
     token = _current.set(clock)
     try:
         yield clock

@@ -1,4 +1,4 @@
-"""The codec port: an event's content to bytes, when it is written to the outbox, and back, at the other end."""
+"""The codec port: encodes the content of an event when it is written to the outbox, and decodes it in a consumer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import UnknownEventError
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """What an event says, independent of bytes: the plain payload in one version of its schema."""
+    """Content of an event, independent of bytes: the plain payload in one schema version."""
 
     name: str
     version: int
@@ -23,27 +23,27 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Codec(Protocol):
-    """One way to write content as bytes. Codecs are stateless and are called from any thread."""
+    """A format of bodies. Codecs are stateless and are called from any thread."""
 
     name: str
     """Unique among codecs; routes refer to it."""
 
     content_type: str
-    """The media type of the bytes; readers choose the codec by it."""
+    """Media type of the bodies; consumers choose the codec by it."""
 
     def encode(self, content: Content, headers: Mapping[str, str]) -> bytes:
-        """The body. The same content and headers give the same bytes in every process."""
+        """Encode a body. The same content and headers give the same bytes in every process."""
         ...
 
     def decode(self, body: bytes, headers: Mapping[str, str]) -> Content:
-        """What `encode` was given. Raises `EventError` for bytes that are not of this codec; never imports or calls
-        anything named by them.
+        """Decode a body of this codec. Raises `EventError` for other bytes. Never imports or calls anything that they
+        name.
         """
         ...
 
 
 def content_from_headers(headers: Mapping[str, str], payload: Mapping[str, Any]) -> Content:
-    """Content whose identity travels in the headers, as it does for every codec without an envelope."""
+    """Content whose identity is in the headers, as for every codec without an envelope."""
     try:
         return Content(
             name=headers["event_type"],
@@ -59,7 +59,7 @@ def content_from_headers(headers: Mapping[str, str], payload: Mapping[str, Any])
 
 
 def parse_moment(written: str) -> datetime:
-    """A point in time. Without a time zone it is none, and cannot be compared with others: `ValueError`."""
+    """Parse a point in time. Without a time zone it is ambiguous and raises `ValueError`."""
     found = datetime.fromisoformat(written)
     if found.utcoffset() is None:
         raise ValueError(f"the time {written!r} has no time zone")
@@ -68,6 +68,6 @@ def parse_moment(written: str) -> datetime:
 
 def _uuid(written: str) -> UUID:
     try:
-        return msgspec.convert(written, UUID)  # quicker than UUID, which knows braces and URNs, too
+        return msgspec.convert(written, UUID)  # quicker than UUID, which also accepts braces and URNs
     except msgspec.ValidationError:
         return UUID(written)

@@ -1,8 +1,7 @@
-"""The circumstances of an event: tenant, trace, correlation, causation, user, source.
+"""The context of an event: tenant, trace, correlation, causation, user, source.
 
-Middleware, consumers and units of work set them for the code that runs inside; they end up in the headers of whatever
-is raised there. Headers are named as in the Pub/Sub conventions, so that every transport and every consumer finds the
-same ones.
+Middleware, consumers and units of work set it for the code that runs inside; it becomes headers of the events raised
+there. Header names follow the Pub/Sub conventions, the same for every transport and consumer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True)
 class EventContext:
-    """What is known about the cause of an event. Every value is optional and becomes one header, or several."""
+    """The known causes of an event. Every value is optional and becomes one or several headers."""
 
     tenant: str | None = None
     correlation_id: str | None = None
@@ -41,7 +40,7 @@ class EventContext:
                 check_header(field.name, value)
 
     def headers(self) -> dict[str, str]:
-        """The headers that these circumstances give."""
+        """The headers for these values."""
         found = {_HEADERS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         headers = {name: value for name, value in found.items() if value is not None}
         if self.traceparent is not None:
@@ -55,13 +54,13 @@ _current: ContextVar[EventContext] = ContextVar("pillarbox_context", default=NO_
 
 
 def current_context() -> EventContext:
-    """The circumstances of the running code."""
+    """The context of the running code."""
     return _current.get()
 
 
 @contextmanager
 def event_context(**values: Any) -> Iterator[EventContext]:
-    """Set circumstances for the block; what is not named stays as it was outside."""
+    """Set values for the block; others keep their value from outside."""
     context = replace(_current.get(), **{name: None if value is None else str(value) for name, value in values.items()})
     token = _current.set(context)
     try:
@@ -72,8 +71,8 @@ def event_context(**values: Any) -> Iterator[EventContext]:
 
 @contextmanager
 def caused_by(headers: Mapping[str, str]) -> Iterator[EventContext]:
-    """What happens inside is caused by the message with these headers: same tenant, same correlation, same trace. A
-    trace that is none, as strangers may send it, is left out.
+    """Set the context to that of a message, which causes everything inside: the same tenant, correlation and trace. An
+    invalid trace is left out.
     """
     event_id = headers.get("event_id")
     traceparent = headers.get("traceparent", "")
@@ -89,7 +88,7 @@ def caused_by(headers: Mapping[str, str]) -> Iterator[EventContext]:
 
 
 def check_header(name: str, value: str) -> str:
-    """Refuse what would break out of a header, a log line or a key: control characters and lone surrogates."""
+    """Refuse control characters and lone surrogates, which would break a header, a log line or a key."""
     if not isinstance(value, str):
         raise HeaderError(f"{name}: must be a string, got {type(value).__name__}")
     if not value.isprintable():

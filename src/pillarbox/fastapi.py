@@ -1,4 +1,4 @@
-"""Pillarbox in a FastAPI application: its life, a unit of work per request, who asks, and whether all is well.
+"""Pillarbox in a FastAPI application: start and stop, a unit of work per request, tenants and traces, and health.
 
     app = FastAPI(lifespan=lifespan(box, relay=True), exception_handlers=error_handlers)
     app.add_middleware(TraceMiddleware)
@@ -9,7 +9,7 @@
     async def place(new: NewOrder, uow: Work) -> Placed: ...
 
 Before this: a request. After it: its transaction has committed, with the events that it raised, and only then does the
-client hear of it. The middlewares are plain ASGI, and serve other frameworks as well.
+client get its answer. The middlewares are plain ASGI and work with other frameworks as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["TenantMiddleware", "TraceMiddleware", "error_handlers", "health", "l
 logger = logging.getLogger("pillarbox")
 
 PROBE_SECONDS = 2.0
-"""How long the database may take to answer a readiness probe."""
+"""Longest wait of a readiness probe for the database."""
 MAX_CORRELATION = 128
 MAX_TRACESTATE = 512
 
@@ -64,16 +64,16 @@ Send = Callable[[Any], Awaitable[None]]
 ASGIApp = Callable[[Any, Receive, Send], Awaitable[None]]
 Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
 
-# -- its life ----------------------------------------------------------------------------------------------------------
+# -- start and stop ----------------------------------------------------------------------------------------------------
 
 
 _SORTS = {"handlers": "consumers", "projection": "projections"}
-"""What `health` calls them."""
+"""Names of the kinds in `health`."""
 
 
 class _Inside:
-    """A relay or a consumer that runs beside the requests. If it ends before it is told to, that is said, and `health`
-    turns red.
+    """A relay or a consumer that runs inside the application. If it ends unexpectedly, that is logged, and `health`
+    reports it.
     """
 
     def __init__(self, worker: Relay | Consumer) -> None:
@@ -93,7 +93,7 @@ class _Inside:
         return self.alive and self.worker.healthy
 
     async def begun(self) -> None:
-        """One that cannot run at all keeps the application from starting."""
+        """Raise the error of a worker that cannot run at all, so that the application does not start."""
         await asyncio.sleep(0)
         if self._task.done():
             self._told = True
@@ -130,11 +130,11 @@ def lifespan(
 ) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
     """The lifespan of an application with a box: ``FastAPI(lifespan=lifespan(box, relay=True, also=yours))``.
 
-    ``relay`` runs one inside the application: True, or what makes it, as in ``lambda: box.relay(lease=10)``.
-    ``consumers`` runs consumers and projections of the box there: True for all, or their names. ``also`` is a lifespan
-    of your own. The box starts first, then yours, then the relay, then the consumers; they end the other way round, so
-    that handlers find what your lifespan has opened. What yours yields is passed on. A box has one lifespan at a time:
-    the second to end would find it stopped.
+    ``relay`` runs a relay inside the application: True, or a function that makes one, such as ``lambda:
+    box.relay(lease=10)``. ``consumers`` runs consumers and projections of the box: True for all, or their names.
+    ``also`` is a lifespan of your own, whose value is passed on. The box starts first, then yours, then the relay, then
+    the consumers. They end in reverse order, so that handlers can use the resources of your lifespan. A box has one
+    lifespan at a time: the second to end would find it stopped.
     """
     make = box.relay if relay is True else relay or None
 
@@ -173,7 +173,7 @@ async def _running(
     async with AsyncExitStack() as stack:
         if make is not None:
             await stack.enter_async_context(_beside(box, [make()]))
-        # Looked for only now: a module may make consumers after the application.
+        # Only now, because a module may make consumers after the application.
         await stack.enter_async_context(_beside(box, _chosen(box, consumers)))
         yield
 
@@ -194,7 +194,7 @@ def _chosen(box: Pillarbox, consumers: bool | Collection[str]) -> list[Consumer]
 
 @asynccontextmanager
 async def _beside(box: Pillarbox, workers: Sequence[Relay | Consumer]) -> AsyncIterator[None]:
-    """They run as long as the block does."""
+    """Run these workers until the block ends."""
     ours = [_Inside(worker) for worker in workers]
     try:
         for each in ours:
@@ -215,18 +215,17 @@ async def _beside(box: Pillarbox, workers: Sequence[Relay | Consumer]) -> AsyncI
 
 
 def unit_of_work(box: Pillarbox, *, timeout: float | None = None) -> Any:
-    """A dependency: ``uow: Annotated[UnitOfWork, unit_of_work(box)]``. All that a request does is one transaction.
+    """A dependency: ``uow: Annotated[UnitOfWork, unit_of_work(box)]``. A request is one transaction.
 
-    It commits when the endpoint has returned and before the first byte of the response is sent; background tasks run
-    after that. An error, an `HTTPException` too, rolls back; so does a client that has hung up by then. A COMMIT that
-    fails is a 500, and one whose answer was lost a 503: never a success. ``timeout`` is that of `UnitOfWork`.
+    It commits after the endpoint has returned and before the first byte of the response is sent; background tasks run
+    after that. An error, also an `HTTPException`, rolls back, and so does a client that has disconnected by then. A
+    failed COMMIT is a 500, and a COMMIT without an answer a 503: never a success. ``timeout`` is that of `UnitOfWork`.
 
-    A client that hangs up is not noticed behind a `BaseHTTPMiddleware` (``@app.middleware("http")``), which keeps the
-    news to itself: there the transaction commits. Write middlewares as plain ASGI where that matters. WebSockets have
-    no unit of work by dependency.
+    Behind a `BaseHTTPMiddleware` (``@app.middleware("http")``), which hides it, a disconnected client is not noticed,
+    and the transaction commits. Write middlewares as plain ASGI where that matters. WebSockets have no unit of work by
+    dependency.
 
-    A ``def`` endpoint may `add` and `publish`; what waits for the database it has to ask for by
-    ``anyio.from_thread.run``.
+    A ``def`` endpoint may `add` and `publish`. Operations that wait for the database need ``anyio.from_thread.run``.
     """
 
     async def transaction(connection: HTTPConnection) -> AsyncIterator[UnitOfWork]:
@@ -248,8 +247,8 @@ def unit_of_work(box: Pillarbox, *, timeout: float | None = None) -> Any:
 
 
 async def _has_gone(request: Request) -> bool:
-    """Whether the client has hung up, by what has come in so far. Waits for nothing: so it does not see what a
-    `BaseHTTPMiddleware` would only tell later.
+    """Whether the client has disconnected, as far as messages have arrived. Does not wait, so it cannot see a
+    disconnect behind a `BaseHTTPMiddleware`.
     """
     while True:
         message = None
@@ -273,7 +272,7 @@ def _answer(status: int, detail: str) -> Callable[[Request, Exception], JSONResp
 
 
 def _refused(_request: Request, error: PayloadError) -> JSONResponse:
-    # The error may quote the value, which need not be the client's: only the place is told.
+    # The error may quote the value, which need not be the client's, so the response has only the field.
     logger.warning("a request was refused with 422: an event cannot hold what is in its field %s", redacted(error.path))
     logger.debug("a request was refused with 422", exc_info=error)
     return JSONResponse({"detail": f"{error.path}: this value cannot be part of an event"}, 422)
@@ -285,19 +284,20 @@ error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
     CommitOutcomeUnknown: _answer(503, _UNKNOWN),
     PayloadError: _refused,
 }
-"""For ``FastAPI(exception_handlers=error_handlers)``: errors of Pillarbox that are the client's business."""
+"""For ``FastAPI(exception_handlers=error_handlers)``: Pillarbox's errors that concern the client."""
 
 
-# -- whether all is well -----------------------------------------------------------------------------------------------
+# -- health ------------------------------------------------------------------------------------------------------------
 
 
 def health(box: Pillarbox) -> APIRouter:
-    """``/livez`` and ``/readyz``, for ``app.include_router(health(box))``: 200 or 503, and nothing that is secret.
+    """``/livez`` and ``/readyz``, for ``app.include_router(health(box))``: 200 or 503, without secrets.
 
-    Live: the process answers, and what runs inside it, relay, consumers and projections, has not died; a relay has
-    lately tried to see to its leases, too. Else only a restart helps.
-    Ready: the database answers, the relay has lately seen to its leases and no topic rejects everything, and the
-    sources of consumers are available.
+    Live: the process answers, and the relay, consumers and projections inside it have not died; a relay has lately
+    tried to renew its leases, too. If not, only a restart helps.
+
+    Ready: the database answers, the relay has lately renewed its leases, no topic rejects everything, and the sources
+    of consumers are available.
     """
     router = APIRouter(include_in_schema=False)
 
@@ -313,7 +313,7 @@ def health(box: Pillarbox) -> APIRouter:
 
 
 def _checked(checks: dict[str, bool], box: Pillarbox, holds: Callable[[_Inside], bool]) -> JSONResponse:
-    """Whether it holds for all of a sort. Names are not told."""
+    """Whether the check holds for all workers of a kind. The response has no names."""
     for inside in _inside.get(box, ()):
         checks[inside.sort] = checks.get(inside.sort, True) and holds(inside)
     well = all(checks.values())
@@ -330,16 +330,17 @@ async def _answers(box: Pillarbox) -> bool:
     return True
 
 
-# -- who asks ----------------------------------------------------------------------------------------------------------
+# -- tenants and traces ------------------------------------------------------------------------------------------------
 
 
 class TenantMiddleware:
     """Sets the tenant of a request, for its sessions and events.
 
-    ``tenant`` is the name of a header, which a gateway in front of you must set or remove, or a function that finds the
-    tenant in the ASGI scope, as an authentication has left it there. A tenant that cannot be one is refused with 400,
-    and so is a missing one if the box says ``tenancy="required"``. Without a tenant nothing is shown, never everything;
-    so ``exempt``, paths that need none, with or without a slash at the end, opens nothing.
+    ``tenant`` is the name of a header, which a gateway in front of the application must set or remove, or a function
+    that finds the tenant in the ASGI scope, for example as an authentication has stored it. An invalid tenant is
+    refused with 400, and so is a missing one if the box has ``tenancy="required"``. ``exempt`` are paths that need no
+    tenant, with or without a trailing slash. A request without a tenant sees no tenant's rows, so ``exempt`` opens
+    nothing.
     """
 
     def __init__(
@@ -385,10 +386,10 @@ class TenantMiddleware:
 
 
 class TraceMiddleware:
-    """Sets the trace and the correlation of a request, for its events: those that come with it (``traceparent``,
-    ``tracestate``, ``x-correlation-id``), if they are well formed. Where no correlation came, there is a new one; where
-    no trace came, there is none, because no span would belong to it. The correlation is told to the client, in the same
-    header. They say what belongs together, not who may do what.
+    """Sets the trace and the correlation of a request, for its events: from its headers (``traceparent``,
+    ``tracestate``, ``x-correlation-id``), if they are well formed. A missing correlation is created; a missing trace is
+    not, because no span would belong to it. The response has the correlation in the same header. These values connect
+    events, and grant no rights.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -419,7 +420,7 @@ def _traced(scope: Scope) -> Iterator[str]:
 
 
 def _trace(scope: Scope) -> dict[str, str | None]:
-    """The trace that the request is part of, if it says so."""
+    """The trace context of the request, if it has one."""
     traceparent = _only(scope, "traceparent")
     if traceparent is None or not _is_trace(traceparent):
         return {}
@@ -447,7 +448,7 @@ def _headers(scope: Scope, name: str) -> list[bytes]:
 
 
 def _only(scope: Scope, name: str) -> str | None:
-    """The value of a header that is there once."""
+    """The value of a header that occurs once."""
     found = _headers(scope, name)
     return found[0].decode("latin-1") if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The interceptor port: what a repository asks about everything that passes through it."""
+"""The interceptor port: hooks of a repository around everything that it loads and saves."""
 
 from __future__ import annotations
 
@@ -12,55 +12,57 @@ from sqlalchemy.orm import Session
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was asked for along with an entity."""
+    """Options of a read."""
 
     include_deleted: bool = False
     expected_version: int | None = None
 
 
 class Interceptor:
-    """One concern of a repository. Override what it is about; the hooks of all interceptors are called in their order.
+    """One concern of a repository. Override the hooks that it needs; the hooks of all interceptors are called in their
+    order.
 
-    Interceptors keep nothing about one repository: an instance may serve many. An exception in a hook refuses.
+    An interceptor has no state of a single repository, so one instance may serve many. An exception in a hook refuses
+    the operation.
     """
 
     checks_versions: ClassVar[bool] = False
-    """Whether `admits` looks at ``expected_version``."""
+    """Whether `admits` checks ``expected_version``."""
 
     def attach(self, session: Session, model: Any) -> None:
-        """A repository for this class begins to work in the session. Happens again with the next one."""
+        """Called when a repository for this class is created in the session, so several times for the same session."""
 
     def adding(self, session: Session, entity: Any) -> None:
-        """The entity is about to be added."""
+        """Called before the entity is added."""
 
-    def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  for those who override it
-        """The entity is about to be removed. True: it is done, and no row is to be deleted."""
+    def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  for overriding methods
+        """Called before the entity is removed. Returns True if that is done and no row is to be deleted."""
         return False
 
-    def restoring(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  for those who override it
-        """A removed entity is wanted back. True: here it is."""
+    def restoring(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  for overriding methods
+        """Called to restore a removed entity. Returns True if that is done."""
         return False
 
     def restrict(
         self,
-        session: Session,  # noqa: ARG002  for those who override it
-        model: Any,  # noqa: ARG002  for those who override it
+        session: Session,  # noqa: ARG002  for overriding methods
+        model: Any,  # noqa: ARG002  for overriding methods
         statement: Select[Any],
-        read: Read,  # noqa: ARG002  for those who override it
+        read: Read,  # noqa: ARG002  for overriding methods
     ) -> Select[Any]:
-        """Give a query its conditions."""
+        """Add the interceptor's conditions to a query."""
         return statement
 
-    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  for those who override it
-        """Whether an entity that was found by its id may be seen: the same conditions, for one object."""
+    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  for overriding methods
+        """Whether an entity that was found by its id is visible: the same conditions, for one object."""
         return True
 
     async def peek(
         self,
-        session: Session,  # noqa: ARG002  for those who override it
-        model: Any,  # noqa: ARG002  for those who override it
-        ident: Any,  # noqa: ARG002  for those who override it
+        session: Session,  # noqa: ARG002  for overriding methods
+        model: Any,  # noqa: ARG002  for overriding methods
+        ident: Any,  # noqa: ARG002  for overriding methods
         ask: Callable[[], Awaitable[Any]],
     ) -> Any:
-        """Read an entity that need not be current. ``ask`` asks the next interceptor and, at last, the database."""
+        """Read an entity that may be out of date. ``ask`` calls the next interceptor and finally the database."""
         return await ask()

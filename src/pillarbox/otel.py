@@ -2,9 +2,9 @@
 
     box = Pillarbox(engine, ..., signals=[OtelSignals()])
 
-The span `append` is stored with the events as their ``traceparent``; relays and handlers, in whatever process they run,
-go on from there. Names and attributes follow the semantic conventions for messaging and databases. Which traces are
-kept is decided by the sampler of your tracer provider.
+The span `append` is stored with the events as their ``traceparent``; relays and handlers continue it in any process.
+Names and attributes follow the semantic conventions for messaging and databases. The sampler of your tracer provider
+decides which traces are kept.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ except ImportError:
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NOWHERE = Context()
-"""No span is around it, whatever happens to run here."""
+"""The empty context: no parent span, whatever is active."""
 
 
 class OtelSignals(Observer):
-    """Makes spans of what a box and its relays do.
+    """Creates spans for the activities of a box and its relays.
 
-    ``tracer_provider`` is yours, or the global one. ``per_message=False`` leaves out the span of each message in a
-    request; the request has a span with links to all of them anyway.
+    ``tracer_provider`` is yours, or the global one. ``per_message=False`` leaves out the spans of single messages; the
+    span of a request has links to all of them anyway.
     """
 
     def __init__(self, tracer_provider: trace.TracerProvider | None = None, *, per_message: bool = True) -> None:
@@ -63,7 +63,7 @@ class OtelSignals(Observer):
                 "raise",
                 {"messaging.message.id": headers["event_id"], "pillarbox.event_type": headers["event_type"]},
             )
-        if running.is_valid or span.get_span_context() != parent:  # without a provider the span is the parent itself
+        if running.is_valid or span.get_span_context() != parent:  # without a provider, the span is the parent itself
             carrier: dict[str, str] = {}
             _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
             activity.traceparent, activity.tracestate = carrier.get("traceparent"), carrier.get("tracestate")
@@ -112,7 +112,7 @@ class OtelSignals(Observer):
 
     @contextmanager
     def _running(self, span: Span, activity: Activity) -> Iterator[None]:
-        """The span is around what happens inside. Texts of errors may quote data: only their class is kept."""
+        """Activate the span for the block. Texts of errors may quote data, so only their class is recorded."""
         try:
             with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
                 yield
@@ -131,7 +131,7 @@ def _note_failure(span: Span, why: str | None) -> None:
 
 
 def _stored(headers: Mapping[str, str]) -> SpanContext | None:
-    """The trace context in the headers of an event, if it is one."""
+    """The trace context in the headers of an event, if it is valid."""
     if trace_id(headers.get("traceparent")) is None:
         return None
     found = trace.get_current_span(_PROPAGATOR.extract(headers, _NOWHERE)).get_span_context()

@@ -4,8 +4,8 @@
     box = Pillarbox(engine, ..., signals=[metrics])
     app.mount("/metrics", metrics)              # an ASGI application; `pillarbox relay --http` serves it by itself
 
-Values are kept in plain dictionaries and made into metrics when somebody scrapes: what is told costs no more than an
-addition. Gauges are asked for then, too.
+Values are kept in plain dictionaries and converted at each scrape, so an update costs no more than an addition. Gauges
+are read at each scrape, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Scope = MutableMapping[str, Any]
 
 
 class _Histogram:
-    """How often values were within each bound, one more for those above all of them; and their sum."""
+    """Counts per bound, one more for values above all bounds, and the sum of the values."""
 
     __slots__ = ("counts", "total")
 
@@ -47,11 +47,11 @@ class _Histogram:
 
 
 class PrometheusSignals(Observer, Collector):
-    """Keeps the metrics of a process, and is the ASGI application that shows them.
+    """The metrics of a process, and the ASGI application that serves them.
 
-    ``registry`` is one of prometheus_client's, for those who have other metrics to show beside ours; by default it is a
-    new one. ``tenant_label`` adds the label ``tenant`` to the metrics that can have it, for the first ``tenant_limit``
-    tenants that are seen; all others together are ``other``.
+    ``registry`` is one of prometheus_client's, if it has other metrics, too; by default it is a new one.
+    ``tenant_label`` adds the label ``tenant`` to the metrics that support it, for the first ``tenant_limit`` tenants;
+    all others are ``other``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrometheusSignals(Observer, Collector):
         self._asked: list[Sample] = []
         self._counts: dict[Metric, dict[Labels, int]] = {}
         self._histograms: dict[Metric, dict[Labels, _Histogram]] = {}
-        for metric in telemetry.METRICS:  # what has no labels is there from the beginning
+        for metric in telemetry.METRICS:  # metrics without labels exist from the beginning
             if metric.kind == "counter":
                 self._counts[metric] = {} if self._labels(metric) else {(): 0}
             elif metric.kind == "histogram":
@@ -76,7 +76,7 @@ class PrometheusSignals(Observer, Collector):
         self.registry = registry if registry is not None else CollectorRegistry()
         self.registry.register(self)
 
-    # -- what we are told ----------------------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------------------
 
     def count(self, metric: Metric, labels: Labels, amount: int, tenant: str | None = None) -> None:
         """See `Observer.count`."""
@@ -114,10 +114,10 @@ class PrometheusSignals(Observer, Collector):
                 tenant = OTHER
         return (*labels, tenant or "")
 
-    # -- what we show --------------------------------------------------------------------------------------------------
+    # -- scrapes -------------------------------------------------------------------------------------------------------
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics and their content type. Asks for gauges first."""
+        """The metrics and their content type. Reads gauges first."""
         asked: list[Sample] = []
         for source in [*self._sources]:
             asked += await source.asked()
@@ -126,11 +126,11 @@ class PrometheusSignals(Observer, Collector):
         return encode(self.registry), content_type
 
     def describe(self) -> Iterable[Family]:
-        """See prometheus_client: the names, for the check that nobody else has them."""
+        """See prometheus_client: the names, for its check for duplicates."""
         return [self._family(metric) for metric in telemetry.METRICS]
 
     def collect(self) -> Iterator[Family]:
-        """See prometheus_client. What the database says is as old as the last `render`, and shown once."""
+        """See prometheus_client. Samples from the database are those of the last `render`, and are returned once."""
         gauges = _added([sample for source in [*self._sources] for sample in source.samples()] + self._asked)
         self._asked = []
         for metric in telemetry.METRICS:
@@ -158,10 +158,10 @@ class PrometheusSignals(Observer, Collector):
     async def __call__(
         self,
         scope: _Scope,
-        receive: Callable[[], Awaitable[_Scope]],  # noqa: ARG002  nobody sends us anything
+        receive: Callable[[], Awaitable[_Scope]],  # noqa: ARG002  requests have no body
         send: Callable[[_Scope], Awaitable[None]],
     ) -> None:
-        """The ASGI application: GET shows the metrics."""
+        """The ASGI application: GET returns the metrics."""
         if scope["type"] != "http":
             return
         status, body, kind = 405, b"", "text/plain"
@@ -174,7 +174,7 @@ class PrometheusSignals(Observer, Collector):
 
 
 def _added(samples: Iterable[Sample]) -> dict[Metric, dict[Labels, float]]:
-    """Several relays or boxes of one process are shown as one: their lanes together, the older of their ages."""
+    """Merge the gauges of several relays or boxes in one process: lanes are added, of ages the highest counts."""
     shown: dict[Metric, dict[Labels, float]] = {}
     for metric, labels, value in samples:
         values = shown.setdefault(metric, {})

@@ -1,7 +1,7 @@
-"""Settings: one YAML file and the environment, every key documented and checked.
+"""Settings: one YAML file and the environment, with every key documented and checked.
 
-A variable wins over the file, the file over the default, and `Settings.origins` says which of them it was. Only the
-command line reads settings: the library takes what it needs as arguments.
+An environment variable overrides the file, and the file overrides the default; `Settings.origins` says where a value
+comes from. Only the command line reads settings: the library takes arguments.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ FILE_VARIABLE = f"{PREFIX}CONFIG"
 FILE = Path("pillarbox.yaml")
 DEFAULT = "default"
 
-# A Kubernetes service called "pillarbox" puts these into every pod beside it.
+# A Kubernetes service called "pillarbox" adds these variables to every pod beside it.
 _KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
-# What was written there is not repeated in errors.
+# Errors do not repeat their values.
 _MAY_HOLD_SECRETS = ("database_url", "transports")
 _SECRET_OPTION = re.compile(r"pass|secret|token", re.IGNORECASE)
 
 
 def masked(url: str | URL) -> str:
-    """A database URL that may be shown: without its password, wherever in it that stands."""
+    """A database URL without its password, wherever the URL has it."""
     parsed = make_url(url)
-    if parsed.host and "@" in parsed.host:  # a password with a bare @ in it: all before the last one is secret
+    if parsed.host and "@" in parsed.host:  # a password with a bare @: everything before the last one is secret
         parsed = parsed.set(host=parsed.host.rpartition("@")[2])
     hidden = {name: "***" for name in parsed.query if _SECRET_OPTION.search(name)}
     return parsed.update_query_dict(hidden).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
@@ -81,7 +81,7 @@ def _absolute(path: Path) -> Path:
 
 
 class Service(BaseModel):
-    """Who writes the events."""
+    """The service that writes the events."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -94,7 +94,7 @@ class Service(BaseModel):
 
 
 class RelaySettings(BaseModel):
-    """How `pillarbox relay` works."""
+    """Settings of `pillarbox relay`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -123,7 +123,7 @@ class RelaySettings(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. `load` reads it."""
+    """All settings. `load` reads them."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_nested_delimiter="__", env_ignore_empty=True, extra="forbid", frozen=True
@@ -177,14 +177,14 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Variables first, then what the constructor is given: by `load`, the content of the file."""
+        """Environment variables first, then the constructor's arguments: in `load`, the content of the file."""
         return env_settings, init_settings
 
     @classmethod
     def load(cls, path: Path | None = None) -> Self:
-        """Read the environment and the file: ``path``, else ``PILLARBOX_CONFIG``, else ``./pillarbox.yaml`` if there.
+        """Read the environment and the file: ``path``, or ``PILLARBOX_CONFIG``, or ``./pillarbox.yaml`` if it exists.
 
-        `SettingsError` has one line per mistake.
+        Raises `SettingsError` with one line per mistake.
         """
         variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
         given = _Given(_find_file(path), {name: value for name, value in variables.items() if value})
@@ -195,7 +195,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             mistakes += [given.explain(details) for details in error.errors()]
         except VariableError as error:
-            # A group's own variable that holds no JSON is an unknown one, and has its line already.
+            # The variable of a group that is not JSON counts as unknown, and has its line already.
             mistakes += given.without_json() or ([] if mistakes else [str(error)])
         if settings is None or mistakes:
             raise SettingsError("\n".join(mistakes))
@@ -203,16 +203,16 @@ class Settings(BaseSettings):
         return settings
 
     def origins(self) -> dict[str, str]:
-        """Where the value of each key comes from: the name of a variable, the path of the file, or ``default``."""
+        """The origin of each value: the name of a variable, the path of the file, or ``default``."""
         return dict(self._origins)
 
     def shown(self) -> dict[str, str | int | None]:
-        """The value of each key, fit to be shown: without passwords."""
+        """The value of each key for display, without passwords."""
         return {key: _shown(attrgetter(key)(self)) for key in KEYS}
 
 
 class _Given:
-    """What people have written, and where."""
+    """The given values and their origins."""
 
     def __init__(self, file: Path | None, variables: Mapping[str, str]) -> None:
         self.file = file
@@ -224,7 +224,7 @@ class _Given:
         if used := next((each for each in self._variables if each == name or each.startswith(f"{name}__")), None):
             return used
         group, _, rest = key.partition(".")
-        with suppress(ValueError, TypeError):  # what is no JSON, or no object, holds no key
+        with suppress(ValueError, TypeError):  # a value that is not a JSON object has no keys
             if rest in json.loads(self._variables.get(variable(group), "{}")):
                 return variable(group)
         value: Any = self.written
@@ -238,14 +238,16 @@ class _Given:
         known = {variable(key): key for key in KEYS}
         groups = tuple(f"{name.rpartition('__')[0]}__" for name in known if "__" in name)
         for name in sorted(self._variables.keys() - known.keys() - {FILE_VARIABLE}):
-            # What is inside a group is checked with the group.
+            # Keys within a group are checked with the group.
             if not name.startswith(groups) and not _KUBERNETES.fullmatch(name):
                 inside = [each for each in known if each.startswith(f"{name}__")]
                 instead = f"write {' or '.join(inside)}" if inside else _suggestion(name, known)
                 yield f"{name}: there is no such setting; {instead}"
 
     def without_json(self) -> list[str]:
-        """A line for each variable that should hold JSON, and does not. Its value may be a secret."""
+        """A line for each variable that should be JSON and is not. Its value is left out, because it may be a
+        secret.
+        """
         lines = []
         for key, field in KEYS.items():
             if isinstance(field.default, dict) and (value := self._variables.get(variable(key))):
@@ -316,7 +318,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _repetitions(mapping: Any) -> Iterator[str]:
-    """YAML lets the last one win in silence."""
+    """Repeated keys: YAML silently uses the last one."""
     seen = set()
     for key, value in mapping.value:
         if key.value in seen:

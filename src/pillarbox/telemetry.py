@@ -1,9 +1,9 @@
-"""Signals: every metric, span and log event that Pillarbox gives, in one list, and the port for them.
+"""Signals: every metric, span and log event of Pillarbox in one list, and the port for observers.
 
-Before this: sessions, lanes, relays and handlers do something. After it: observers make metrics and traces of it.
-`Signals` is what code tells; without an observer it is false, and nothing is told. Metrics and spans hold names of
+Before this: sessions, lanes, relays and handlers do something. After it: observers make metrics and traces of it. Code
+reports to `Signals`, which is false without observers, so that nothing is reported. Metrics and spans have names of
 routes, destinations and topics, ids and numbers: no payload, no key, no address and no secret. Log lines about single
-deliveries name the event, its aggregate and its tenant, too.
+deliveries also name the event, its aggregate and its tenant.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     by_tenant: bool = False
-    """Has a label ``tenant``, too, for observers that want it."""
+    """Whether observers may add a label ``tenant``."""
     buckets: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """A span of a trace. Its name is followed by what it is about: a topic, or a handler."""
+    """A span of a trace. Its name is followed by its subject: a topic, or a handler."""
 
     name: str
     kind: Literal["producer", "client", "consumer"]
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogEvent:
-    """A line of the log, with the fields that it has beside its text."""
+    """A log line, with its fields beside the text."""
 
     name: str
     level: Literal["info", "warning", "error"]
@@ -487,7 +487,7 @@ _FIELDS = tuple(dict.fromkeys(name for event in LOG_EVENTS for name in event.fie
 
 
 def fields(event: LogEvent, **given: object) -> dict[str, object]:
-    """The ``extra=`` of a log call: the event's name, and those of its fields that are known."""
+    """The ``extra=`` of a log call: the event's name and its known fields."""
     return {"event": event.name} | {name: given[name] for name in event.fields if given.get(name) is not None}
 
 
@@ -514,11 +514,11 @@ class JsonFormatter(logging.Formatter):
 # -- the port ----------------------------------------------------------------------------------------------------------
 
 Labels = tuple[str, ...]
-"""Values, in the order of the metric's labels."""
+"""Label values, in the order of the metric's labels."""
 
 
 class Sample(NamedTuple):
-    """What a gauge shows."""
+    """A value of a gauge."""
 
     metric: Metric
     labels: Labels
@@ -527,75 +527,75 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Activity:
-    """Something that takes time, from its beginning to its end. Observers read it at both."""
+    """An operation with a beginning and an end. Observers read it at both."""
 
     span: Span
     about: str
     attributes: dict[str, str | int]
     messages: Sequence[Mapping[str, str]]
-    """The headers of the events that it is about: who they are, and in which traces they are."""
+    """The headers of its events, which have their identities and traces."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why some of the messages failed, in one word, by their index."""
+    """Reasons of failed messages in one word, by index."""
     error: str | None = None
-    """Why all of it failed, in one word."""
+    """Reason of a failed activity in one word."""
     traceparent: str | None = None
-    """What is to be stored with the events: set by an observer that traces."""
+    """The trace context to store with the events, set by an observer that traces."""
     tracestate: str | None = None
 
 
 class Source(Protocol):
-    """What gauges show, asked for when somebody looks."""
+    """A source of gauges, read on demand."""
 
     def samples(self) -> Iterable[Sample]:
-        """What is known without asking anybody."""
+        """Gauges from memory."""
         ...
 
     def asked(self) -> Awaitable[Iterable[Sample]]:
-        """What the database says, not older than some seconds. Nothing if it does not answer."""
+        """Gauges from the database, at most some seconds old. Empty without an answer."""
         ...
 
 
 class Observer:
-    """The port: somebody who is told. Overrides what it wants to hear; may be called from any thread, and returns at
-    once.
+    """The port for observers. Overrides the methods that it needs. Its methods may be called from any thread, and
+    return at once.
     """
 
     by_tenant = False
-    """Whether amounts are to come apart by tenant."""
+    """Whether it wants amounts per tenant."""
 
     def count(self, metric: Metric, labels: Labels, amount: int, tenant: str | None = None) -> None:
-        """A counter has risen. An amount of 0 says that it is there."""
+        """Called when a counter has risen. An amount of 0 announces the counter."""
 
     def observe(self, metric: Metric, labels: Labels, values: Mapping[float, int], tenant: str | None = None) -> None:
-        """A histogram gets these values, each so many times."""
+        """Called with new values of a histogram, each with its number of occurrences."""
 
-    def during(self, activity: Activity) -> AbstractContextManager[object]:  # noqa: ARG002  for those who override it
-        """Is entered when the activity begins, and left when it ends."""
+    def during(self, activity: Activity) -> AbstractContextManager[object]:  # noqa: ARG002  for overriding methods
+        """A context manager that is entered when the activity begins, and left when it ends."""
         return nullcontext()
 
     def watch(self, source: Source) -> None:
-        """Here are gauges. Whoever gives them keeps them alive."""
+        """Called with a source of gauges. The caller keeps the source alive."""
 
 
 class Signals:
-    """What code tells its observers. False without any: then telling costs nothing. An observer that fails is reported
-    once, and does no harm.
+    """Passes reports to the observers. False without any, and then free of cost. A failing observer is logged once and
+    does no harm.
     """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = tuple(observers)
-        """Who is told."""
+        """The observers."""
         self._sources: list[Source] = []
         self._failed: set[int] = set()
         self.by_tenant = any(observer.by_tenant for observer in self.observers)
         self.traces = any(map(_traces, self.observers))
-        """Whether somebody wants to hear of activities."""
+        """Whether an observer wants activities."""
 
     def __bool__(self) -> bool:
         return bool(self.observers)
 
     def add(self, observer: Observer) -> None:
-        """Tell one more."""
+        """Add an observer."""
         self.observers += (observer,)
         self.by_tenant = self.by_tenant or observer.by_tenant
         self.traces = self.traces or _traces(observer)
@@ -603,7 +603,7 @@ class Signals:
             self._show(observer, source)
 
     def watch(self, source: Source) -> None:
-        """Keep gauges, and show them to everybody who is told."""
+        """Keep a source of gauges, and pass it to all observers."""
         self._sources.append(source)
         for observer in self.observers:
             self._show(observer, source)
@@ -676,17 +676,17 @@ def _traces(observer: Observer) -> bool:
 
 
 SILENT = Signals()
-"""Nobody is told."""
+"""No observers."""
 
 
 def handed_on(context: EventContext, activity: Activity) -> EventContext:
-    """The circumstances to store: in the trace of the activity, unless the event was raised in another one."""
+    """The context to store: in the trace of the activity, unless the event was raised in another trace."""
     if activity.traceparent is None or trace_id(context.traceparent) not in (None, trace_id(activity.traceparent)):
         return context
     return replace(context, traceparent=activity.traceparent, tracestate=activity.tracestate)
 
 
 def trace_id(traceparent: str | None) -> str | None:
-    """The trace that a W3C trace context names; None if it is none."""
+    """The trace id in a W3C trace context; None if it is invalid."""
     found = TRACEPARENT.fullmatch(traceparent or "")
     return found[1] if found else None

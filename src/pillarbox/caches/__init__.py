@@ -1,1 +1,1 @@
-"""Caches: where read snapshots are kept beside the database."""
+"""Caches for snapshots of rows."""

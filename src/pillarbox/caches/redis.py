@@ -1,7 +1,7 @@
-"""A cache in Redis, which all processes share.
+"""A cache in Redis, shared by all processes.
 
-No business transaction fails, or waits for long, because Redis is down. After a failure it is not asked for a moment,
-and reads go to the database. Keys that could not be deleted live out their time.
+If Redis is down, no business transaction fails or waits for long. After a failure Redis is not used for a moment, and
+reads go to the database. Keys that could not be deleted stay until they expire.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ except ImportError:
 logger = logging.getLogger("pillarbox")
 
 TIMEOUT = 0.25
-"""Seconds that Redis may take to answer."""
+"""Seconds to wait for an answer of Redis."""
 PAUSE = 1.0
 """Seconds without a request after a failure."""
 
-# A key holds either V and a value, or T and the number of a ticket.
+# A key has either V and a value, or T and the number of a ticket.
 _GET = """
 local found = redis.call('GET', KEYS[1])
 if not found then
@@ -82,7 +82,7 @@ class RedisCache:
             await self._ask("DEL", *(self._prefix + key for key in keys))
 
     async def _ask(self, *command: str | bytes | int) -> Any:
-        """The answer to a command; None if Redis does not answer."""
+        """The answer to a command; None without an answer of Redis."""
         if clock.current().monotonic() < self._asleep_until:
             return None
         try:

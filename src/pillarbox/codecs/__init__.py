@@ -1,4 +1,4 @@
-"""The codecs that come with Pillarbox, by name."""
+"""The codecs of Pillarbox, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUILT_IN: tuple[Codec, ...] = (JsonCodec(), CloudEventsCodec())
 
 
 class Codecs:
-    """The codecs that a box knows: found by name when writing, by content type when reading."""
+    """The codecs of a box: by name for writing, by content type for reading."""
 
     def __init__(self, more: tuple[Codec, ...] = ()) -> None:
         self._by_name: dict[str, Codec] = {}
@@ -27,7 +27,7 @@ class Codecs:
             raise ConfigurationError(f"unknown codec {name!r}; known are: {', '.join(sorted(self._by_name))}") from None
 
     def reading(self, content_type: str) -> Codec:
-        """The codec that wrote bodies of this content type."""
+        """The codec for bodies of this content type."""
         try:
             return self._by_content_type[content_type]
         except KeyError:

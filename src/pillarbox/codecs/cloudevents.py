@@ -1,4 +1,4 @@
-"""CloudEvents 1.0, structured JSON mode: the whole envelope is in the body, for consumers that see nothing else."""
+"""CloudEvents 1.0, structured JSON mode: the whole envelope is in the body, for consumers that read no headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..codec import Content, parse_moment
 from ..errors import UnknownEventError
 from .json import parse_object
 
-# Headers that become extension attributes. The specification allows lower-case letters and digits only.
+# Headers that become extension attributes. The specification allows only lower-case letters and digits.
 EXTENSIONS = {
     "tenant_id": "tenantid",
     "aggregate_type": "aggregatetype",

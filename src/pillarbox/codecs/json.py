@@ -1,4 +1,4 @@
-"""Strict JSON: the payload alone; identity and circumstances are in the headers."""
+"""Strict JSON: the body is the payload; identity and context are in the headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import UnknownEventError
 
 
 class JsonCodec:
-    """Compact JSON objects in UTF-8, fields in the order in which the event declares them."""
+    """Compact JSON objects in UTF-8, with fields in the order of their declaration."""
 
     name = "json"
     content_type = "application/json"
@@ -23,11 +23,11 @@ class JsonCodec:
         return content_from_headers(headers, parse_object(body))
 
 
-_objects = msgspec.json.Decoder(dict[str, object])  # made once: that takes longer than a small body
+_objects = msgspec.json.Decoder(dict[str, object])  # created once: that takes longer than decoding a small body
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """A JSON object, or `UnknownEventError`."""
+    """A JSON object. Raises `UnknownEventError` for other bodies."""
     try:
         return _objects.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Who did it, and when."""
+"""Records who made a change, and when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _user() -> MappedColumn[str | None]:
 
 
 class Audited:
-    """Mixin for mapped classes that remember who made and who last changed them. Adds four columns."""
+    """Mixin for mapped classes that record who created them and who last changed them. Adds four columns."""
 
     created_at = mixin_column(_moment)
     created_by = mixin_column(_user)
@@ -36,7 +36,7 @@ class Audit(Interceptor):
     """Stamps every `Audited` entity that the session writes, with the time and the user of the event context."""
 
     def attach(self, session: Session, model: Any) -> None:  # noqa: ARG002  it is the same for all classes
-        event.listen(session, "before_flush", _stamp)  # again is fine
+        event.listen(session, "before_flush", _stamp)  # registering it twice is harmless
 
 
 def _stamp(session: Session, _context: UOWTransaction, _instances: object) -> None:

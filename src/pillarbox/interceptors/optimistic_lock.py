@@ -1,4 +1,4 @@
-"""Changing only what has been seen."""
+"""Refuses changes of an entity whose version is not the expected one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..interceptor import Interceptor, Read
 
 
 class OptimisticLock(Interceptor):
-    """Compares ``expected_version`` with the version that the entity has. The class needs a ``version_id_col``.
+    """Compares ``expected_version`` with the version of the entity. The class needs a ``version_id_col``.
 
-    That column makes the database compare once more, when the entity is written: this only carries the comparison
-    back to the moment at which somebody, or a client far away, looked at it.
+    With that column, the database compares once more when the entity is written. This interceptor extends the
+    comparison back to the time at which a user, or a remote client, read the entity.
     """
 
     checks_versions = True

@@ -64,7 +64,7 @@ class ReadCache(Interceptor):
         session: Session,
         model: Any,
         ident: Any,
-        ask: Callable[[], Awaitable[Any]],  # noqa: ARG002  the next one would read in the unit of work
+        ask: Callable[[], Awaitable[Any]],  # noqa: ARG002  another interceptor would read in the unit of work
     ) -> Any:
         tenant = tenant_for(session, model.__name__) if issubclass(model, TenantScoped) else None
         identity = ident if isinstance(ident, tuple) else (ident,)
@@ -106,7 +106,7 @@ def cache_key(model: Any, tenant: str | None, identity: Sequence[Any]) -> str:
 
 
 class _Columns:
-    """Encodes the rows of a class for the cache, and makes entities of them."""
+    """Encodes the rows of a class for the cache, and decodes them into entities."""
 
     def __init__(self, model: Any) -> None:
         mapper: Mapper[Any] = inspect(model)
@@ -167,7 +167,7 @@ def python_type(kind: TypeEngine[Any]) -> type:
         return object
 
 
-# -- forgetting --------------------------------------------------------------------------------------------------------
+# -- invalidation ------------------------------------------------------------------------------------------------------
 
 
 def forget_at_end(session: Session, cache: Cache, keys: Collection[str]) -> None:
@@ -197,7 +197,7 @@ async def _forget(cache: Cache, keys: Collection[str]) -> None:
     try:
         await cache.delete(keys)
     except Exception:
-        # The transaction has ended well, and an error of the cache must not hide that.
+        # The transaction has ended successfully, and an error of the cache must not hide that.
         logger.exception("a cache could not forget %d keys; they live out their time", len(keys))
 
 

@@ -1,4 +1,4 @@
-"""Removing without deleting."""
+"""Removes entities without deleting their rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SoftDeletable:
 
 
 class SoftDelete(Interceptor):
-    """Marks a `SoftDeletable` entity instead of deleting its row, and shows it only to who asks ``include_deleted``."""
+    """Marks a `SoftDeletable` entity instead of deleting its row, and hides it unless a read sets
+    ``include_deleted``.
+    """
 
     def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  it is the same in all sessions
         if isinstance(entity, SoftDeletable) and entity.deleted_at is None:

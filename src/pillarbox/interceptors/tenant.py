@@ -1,4 +1,4 @@
-"""Tenants, also where the session is not one of a box."""
+"""Isolates tenants, also in sessions that do not belong to a box."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..tenancy import tenant_for
 
 
 class Tenant(Interceptor):
-    """Stamps `TenantScoped` entities when they are added, shows only those of the tenant, refuses all others.
+    """Stores the tenant in new `TenantScoped` entities, shows only the tenant's own, and refuses all others.
 
-    A session of a box does the same, when it flushes and executes; this refuses at once, and in any session.
+    A session of a box does the same at flush and execution. This interceptor refuses at once, and in any session.
     """
 
     def adding(self, session: Session, entity: Any) -> None:
