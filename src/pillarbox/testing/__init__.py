@@ -1,1 +1,1 @@
-"""Help for testing: conformance suites for stores, transports and caches, to be bound to one's own."""
+"""Test support: conformance suites for stores, transports and caches, a pytest plugin, and faults."""

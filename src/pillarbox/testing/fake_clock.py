@@ -1,4 +1,4 @@
-"""A clock for tests: the time of day stands still until somebody moves it."""
+"""A clock for tests: the time of day changes only on request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MILLISECOND = timedelta(milliseconds=1)
 
 
 class FakeClock:
-    """A `Clock`. Its day begins at the time of the machine. Elapsed time goes on as it really does, and jumps with
-    `advance`: leases and time-outs would not end by themselves if it stood still.
+    """A `Clock`. The time of day starts at the machine's. Elapsed time is real, and jumps with `advance`: if it stood
+    still, leases and time-outs would never expire.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FakeClock:
         self._ahead += step.total_seconds()
 
     def move_to(self, moment: datetime) -> None:
-        """Let it be this time. Going back changes the time of day alone: elapsed time never goes back."""
+        """Set the time of day. It may go back, but elapsed time never does."""
         if moment.tzinfo is None:
             raise ConfigurationError(f"move_to: {moment.isoformat()} has no time zone: give it one, best UTC")
         self._ahead += max(0.0, (moment - self._now).total_seconds())
@@ -50,6 +50,6 @@ class FakeClock:
 
     def new_id(self) -> UUID:
         stamp = ((self._now - EPOCH) // _MILLISECOND) << 12
-        with self._lock:  # handlers that are no coroutines run in threads
+        with self._lock:  # plain functions as handlers run in threads
             self._last = stamp = max(stamp, self._last + 1)
         return uuid7(stamp, random.getrandbits(62))

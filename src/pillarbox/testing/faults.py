@@ -1,6 +1,6 @@
 """Faults between a message and its acknowledgement, for tests of handlers.
 
-They are made where consumers get their messages, so they are the same for every source.
+They are injected where consumers receive messages, so they are the same for every source.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..unit_of_work import UnitOfWork
 
 
 class Faults:
-    """What is to go wrong."""
+    """The faults to inject."""
 
     def __init__(self) -> None:
         self.copies = 0
-        """How often everything comes again."""
+        """Number of redeliveries of every message."""
         self.before_ack = 0
-        """So many batches come again, as the process died before it acknowledged them."""
+        """Number of batches that are redelivered because the process dies before their acknowledgement."""
         self.before_commit = 0
-        """So many transactions end by the death of the process."""
+        """Number of transactions during which the process dies."""
 
     def repeats(self) -> int:
-        """How often what was just dealt with comes again."""
+        """Number of redeliveries of the messages just processed."""
         crash = self.before_ack > 0
         self.before_ack -= crash
         return self.copies + crash
@@ -41,23 +41,23 @@ class Faults:
 
 
 class Failures:
-    """What has failed and has not succeeded since, with the exception: a test wants to see where it came from."""
+    """Handlers that have failed and not succeeded since, with their exceptions, so that a test shows their origin."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[str, str], tuple[str, BaseException | None]] = {}
-        """What was said, and what was raised, by handler and event."""
+        """Text and exception, by handler and event."""
 
     def failed(self, handler: str, event_id: str, said: str, error: BaseException | None) -> None:
-        """An attempt has failed."""
+        """Record a failed attempt."""
         self.open[handler, event_id] = said, error
 
     def settled(self, handler: str, event_id: str) -> None:
-        """It is dealt with."""
+        """Remove a message that was settled."""
         self.open.pop((handler, event_id), None)
 
 
 class FaultyEffects:
-    """`Effects` that may be undone at the last moment, and that remember what was raised."""
+    """`Effects` that may be rolled back at the last moment, and that record exceptions."""
 
     def __init__(self, effects: Effects, faults: Faults) -> None:
         self._effects = effects
@@ -82,7 +82,7 @@ class FaultyEffects:
 
 
 class FaultyProcessor(Processor):
-    """A `Processor` that gets messages again that have taken effect."""
+    """A `Processor` that receives processed messages again."""
 
     def __init__(
         self, consumer: str, processor: Processor, effects: FaultyEffects, faults: Faults, failures: Failures

@@ -1,7 +1,8 @@
-"""What the fixture ``pillarbox`` is: a box that is ready for a test, and the means to look at it and to disturb it.
+"""The fixture ``pillarbox``: a box that is ready for a test, with methods to inspect and disturb it.
 
-The box is a service's own or one from a few routes. Every transport of it is a broker in memory, and its database is a
-file in the test's folder. Nothing runs in the background: `Harness.drain` does all that there is to do, and returns.
+The box is a service's own, or a new one with some routes. Each of its transports is a broker in memory, and its
+database is a file in the test's folder. Nothing runs in the background: `Harness.drain` does all pending work and
+returns.
 """
 
 from __future__ import annotations
@@ -44,56 +45,54 @@ from .published import check_fields, describe, differences
 from .takeover import Takeover
 
 ATTEMPTS = 5
-"""A drain leaves what has failed in so many rounds in which nothing else happened."""
+"""Number of rounds without other progress after which a drain gives up on failing handlers."""
 ROUNDS = 200
 
 _Event = TypeVar("_Event")
 
 
 class HandlerFailedError(AssertionError):
-    """A handler has failed again and again. Its own exception is the cause of this one."""
+    """A handler has failed repeatedly. Its own exception is the cause."""
 
 
 @dataclass(frozen=True)
 class PillarboxConfig:
-    """What the box of a test is like. Return one from a fixture ``pillarbox_config``."""
+    """Configuration of a test's box. Return one from a fixture ``pillarbox_config``."""
 
     box: Pillarbox | Callable[[], Pillarbox] | None = None
-    """The box of the service, or a function that makes one. Its transports and its database are replaced while the
-    test runs; then everything about it is as before.
+    """The box of the service, or a function that makes one. Its transports and its database are replaced during the
+    test, and restored afterwards.
     """
     routes: Sequence[Route] = ()
     """Without a box: the routes of a new one."""
     transports: Collection[str] | Mapping[str, Transport] = ()
-    """Without a box: transports that no route names. All are brokers in memory; of those that are given as objects, the
-    limits are kept.
-    """
+    """Without a box: transports without routes. All are brokers in memory; transport objects pass on their limits."""
     tenancy: Literal["off", "required"] = "off"
     """Without a box: whether each event needs a tenant."""
     metadata: MetaData | Sequence[MetaData] = ()
-    """The tables of the service: they are created."""
+    """Tables of the service, which are created."""
     setup: Callable[[Pillarbox], Any] | None = None
-    """Called with the box when it is started, before its tables are made: registers handlers and consumers, binds
+    """Called with the box when it is started, before its tables are created: registers handlers and consumers, binds
     sessionmakers to ``box.engine``. May be async.
     """
     url: str | None = None
-    """Another database than an SQLite file in the test's folder. It should be empty."""
+    """URL of a database to use instead of an SQLite file in the test's folder. It should be empty."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """What was done."""
+    """Counts of a drain."""
 
     sent: int = 0
-    """Deliveries that brokers and handlers have taken."""
+    """Deliveries accepted by brokers and handlers."""
     handled: int = 0
     """Messages that took effect in consumers and handlers."""
     duplicates: int = 0
-    """Messages that consumers knew already."""
+    """Messages that consumers had already processed."""
     spilled: int = 0
-    """Messages that went on by a consumer's inbound lanes."""
+    """Messages that were moved to inbound lanes."""
     failures: int = 0
-    """Attempts of consumers that failed, whatever came of it."""
+    """Failed attempts of consumers, including those that were retried successfully."""
 
     def __add__(self, other: Drained) -> Drained:
         mine, theirs = vars(self), vars(other)
@@ -105,11 +104,11 @@ class Drained:
 
 
 class Harness:
-    """See the module. Used as ``async with``, which the plugin does around every async test that has the fixture."""
+    """The fixture's value. Used as ``async with``; the plugin does so around every async test with the fixture."""
 
     def __init__(self, config: PillarboxConfig, folder: Path) -> None:
         self.clock = FakeClock()
-        """The clock of the test, and of the box while the test runs. The database has its own, which is real."""
+        """The clock of the test, and of the box during the test. The database has its own, real clock."""
         self._config = config
         self._url = config.url or f"sqlite+aiosqlite:///{folder / 'pillarbox.db'}"
         self._faults = Faults()
@@ -118,7 +117,7 @@ class Harness:
         """The box."""
         self._takeover = Takeover(self.box, self._faults, self._failures)
         self.brokers = self._takeover.brokers
-        """The brokers in memory, by the names of the transports in whose place they are."""
+        """The brokers in memory, by the names of the transports that they replace."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clocks: list[AbstractContextManager[Clock]] = []
         self._sent_here: set[UUID] = set()
@@ -126,10 +125,10 @@ class Harness:
 
     @property
     def broker(self) -> MemoryTransport:
-        """The broker, if there is one only."""
+        """The only broker, if there is one."""
         return self._broker(None)
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -145,12 +144,12 @@ class Harness:
 
     @property
     def started(self) -> bool:
-        """Whether it is to be stopped."""
+        """Whether it must be stopped."""
         return self._loop is not None
 
     async def start(self) -> None:
-        """Make the box ready: started, migrated, with the tables of the service. Again is fine: an async fixture that
-        needs the box calls it, as the test has not begun then.
+        """Make the box ready: started, migrated, with the tables of the service. May be called repeatedly: an async
+        fixture that needs the box calls it, because the test has not begun then.
         """
         if self._loop is not None:
             return
@@ -177,7 +176,7 @@ class Harness:
                 await connection.run_sync(metadata.create_all)
 
     async def stop(self) -> None:
-        """Stop the box, and let it be what it was before the test."""
+        """Stop the box, and restore its state from before the test."""
         if self._loop is None:
             return
         self._loop = None
@@ -187,7 +186,7 @@ class Harness:
             self._takeover.end()
 
     def close(self) -> None:
-        """Stop what was started outside of a test and never stopped, in whatever loop is left."""
+        """Stop a box that was started outside of a test and not stopped, in the loop that is left."""
         loop = self._loop
         if loop is None:
             return
@@ -196,14 +195,14 @@ class Harness:
         else:
             loop.run_until_complete(self.stop())
 
-    # -- doing ---------------------------------------------------------------------------------------------------------
+    # -- actions -------------------------------------------------------------------------------------------------------
 
     async def drain(self, *, strict: bool = True) -> Drained:
-        """Send what the outbox holds and deal with what arrives, and with all that comes of it, until nothing is left
-        anywhere. Nothing waits for a back-off.
+        """Send the deliveries of the outbox and process received messages, with everything that follows from them,
+        until nothing is left. Does not wait for backoffs.
 
         A handler that keeps failing fails the test by `HandlerFailedError`, unless ``strict`` is false. Its events stay
-        where they are, and the next drain tries again. A broker that is away keeps what is on its way to it.
+        where they are, and the next drain retries them. Deliveries to an unavailable broker stay in the outbox.
         """
         await self.start()
         total, in_vain = Drained(), 0
@@ -213,7 +212,7 @@ class Harness:
                 done, rejected = await self._round()
                 total += done
                 in_vain = 0 if done.sent + done.handled + done.spilled else in_vain + 1
-                # What was sent has been received in the same round; what was handled may have raised something.
+                # Messages were received in the round that sent them; a processed one may have raised new events.
                 if not (done.handled or done.spilled or done.failures or rejected) or in_vain == ATTEMPTS:
                     break
             else:
@@ -223,7 +222,7 @@ class Harness:
         return total
 
     async def _round(self) -> tuple[Drained, int]:
-        """Everything once; what was done, and how many deliveries were refused."""
+        """Do everything once. Returns the counts, and the number of rejected deliveries."""
         self._takeover.adopt()
         async with self.box.engine.begin() as connection:
             await connection.run_sync(_make_due)
@@ -235,7 +234,7 @@ class Harness:
             done += _done(handler) - known
         for consumer in [*self.box.consumers.values()]:
             if consumer.effects.kinds:
-                with suppress(ConnectionError):  # its broker is away
+                with suppress(ConnectionError):  # its broker is unavailable
                     done += _drained(await consumer.drain())
         return done, counts.rejected
 
@@ -247,8 +246,8 @@ class Harness:
         key: str | UUID | None = None,
         tenant: str | None = None,
     ) -> Drained:
-        """Give an event to a consumer, or to all that want it, as if it came from its source. The effect is there when
-        this returns; what the handler has raised is in the outbox, for `drain`.
+        """Pass an event to a consumer, or to all that handle it, as if its source had delivered it. The effect exists
+        when this returns; events that the handler has raised are in the outbox, for `drain`.
         """
         await self.start()
         self._takeover.adopt()
@@ -298,7 +297,7 @@ class Harness:
         tenant: str | None = None,
         broker: str | None = None,
     ) -> None:
-        """Put an event on a topic, as another service does. The next `drain` finds it there; it does not count as
+        """Publish an event on a topic, like another service. The next `drain` receives it; it does not count as
         published.
         """
         await self.start()
@@ -326,13 +325,13 @@ class Harness:
         return self.brokers[name]
 
     def _raise_failure(self, *wanted: str) -> None:
-        """Of a handler and an event, or of all."""
+        """Raise the failure of a handler and an event, or any failure."""
         __tracebackhide__ = True
         for (handler, event_id), (said, error) in self._failures.open.items():
             if not wanted or wanted == (handler, event_id):
                 raise HandlerFailedError(f"{handler} cannot handle event {event_id}: {said}") from error
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     @overload
     def published(self) -> list[object]: ...
@@ -341,8 +340,8 @@ class Harness:
     def published(self, kind: type[_Event]) -> list[_Event]: ...
 
     def published(self, kind: type | None = None) -> list[Any]:
-        """The events that brokers have got, of one type or all, decoded. An event that goes to several topics, or twice
-        to one, counts once; dead letters do not count.
+        """The decoded events that brokers have received, of one type or all. An event on several topics, or twice on
+        one, counts once; dead letters do not count.
         """
         found: dict[str, object] = {}
         for broker in self.brokers.values():
@@ -355,7 +354,9 @@ class Harness:
         return [event for event in found.values() if kind is None or isinstance(event, kind)]
 
     def assert_published(self, kind: type[_Event], *, times: int | None = None, **fields: object) -> list[_Event]:
-        """That events of this type with these fields were published, so many or at least one; they come back."""
+        """Assert that events of this type with these fields were published: ``times``, or at least once.
+        Returns them.
+        """
         __tracebackhide__ = True
         check_fields(kind, fields)
         found = [event for event in self.published(kind) if not differences(event, fields)]
@@ -364,37 +365,37 @@ class Harness:
         raise AssertionError(describe(kind, fields, times, len(found), self.published()))
 
     def assert_nothing_published(self, kind: type | None = None) -> None:
-        """That no event, or none of this type, was published."""
+        """Assert that no event, or none of this type, was published."""
         __tracebackhide__ = True
         found = self.published() if kind is None else self.published(kind)
         if found:
             raise AssertionError(describe(kind, {}, 0, len(found), found))
 
     async def dead_letters(self, *, consumer: str | None = None, tenant: str | None = None) -> list[DeadLetter]:
-        """The failed deliveries of a consumer, or of all: messages that it could not turn into effects."""
+        """The failed deliveries of a consumer, or of all consumers: messages that they could not process."""
         await self.start()
         return [letter async for letter in self.box.dead_letters(consumer=consumer, tenant=tenant)]
 
-    # -- disturbing ----------------------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     def duplicate(self, times: int = 1) -> None:
-        """From now on, everything comes so many times more to consumers; 0 ends that."""
+        """Redeliver every message to consumers this many times from now on; 0 stops it."""
         self._faults.copies = times
 
     def reorder(self, seed: int = 0, *, within_keys: bool = False) -> None:
-        """From now on, messages of brokers come in an order that the seed makes, each key in its own order unless
-        ``within_keys`` is said. See `MemoryTransport.reorder`.
+        """From now on, brokers deliver messages in an order given by the seed. Each key keeps its own order unless
+        ``within_keys`` is set. See `MemoryTransport.reorder`.
         """
         for broker in self.brokers.values():
             broker.reorder(seed, within_keys=within_keys)
 
     def crash_before_ack(self, times: int = 1) -> None:
-        """The next batch is dealt with, but the process dies before it says so: it comes again."""
+        """Let the process die after the next batch and before its acknowledgement, so that the batch is redelivered."""
         self._faults.before_ack += times
 
     def crash_before_commit(self, times: int = 1) -> None:
-        """The next transaction of a consumer is undone after its handlers, as the process dies before COMMIT. Its
-        messages come again.
+        """Let the process die in a consumer's next transaction, after its handlers and before COMMIT, so that its
+        messages are redelivered.
         """
         self._faults.before_commit += times
 
@@ -411,22 +412,22 @@ def _box_of(config: PillarboxConfig) -> Pillarbox:
 
 
 async def _do_not_wait_for_the_disk(engine: AsyncEngine) -> None:
-    """A test's file need not survive a power cut."""
+    """Turn off durability: a test's file need not survive a power cut."""
 
     def relax(connection: Any, _record: object) -> None:
         connection.execute("PRAGMA synchronous = OFF").close()
 
     listen(engine.sync_engine, "connect", relax)
-    await engine.dispose()  # what is connected already
+    await engine.dispose()  # existing connections
 
 
 def _make_due(connection: Connection) -> None:
-    """What waits for its next attempt need not wait any longer. No relay is at work, so nobody is disturbed."""
+    """Make waiting retries due. No relay is running, so this disturbs none."""
     connection.execute(update(failures).where(failures.c.status == Status.RETRYING).values(available_at=from_now()))
 
 
 def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:
-    """By which topic a consumer would get the event."""
+    """The topic by which a consumer would receive the event."""
     topic = consumer.topics[0] if consumer.topics else consumer.name
     if tenant is None:
         return topic
@@ -435,7 +436,7 @@ def _topic_of(consumer: Consumer, event: object, tenant: str | None) -> str:
 
 
 def _done(consumer: Consumer) -> Drained:
-    """What a consumer has done so far."""
+    """Counts of a consumer so far."""
     return _drained(consumer._report.tally)
 
 

@@ -1,8 +1,8 @@
-"""A TCP link on loopback that can be made bad: cut, silent, deaf in one direction, or slow.
+"""A TCP link on loopback with faults: cut, silent, one-way, or slow.
 
 It stands between a client and a server (a host that begins with a slash is the path of a Unix socket), on the event
-loop that it was started on. What a link swallowed is gone; after `mend` connections that lost bytes are cut, as no TCP
-connection goes on with a hole in it.
+loop that started it. Swallowed bytes are lost. `mend` cuts connections that lost bytes, because no TCP connection
+continues with a gap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Self
 
 
 class Way(Enum):
-    """A direction: requests go up, answers come down."""
+    """Direction: requests go up, answers come down."""
 
     UP = "up"
     DOWN = "down"
@@ -31,10 +31,10 @@ class Link:
         self.port = 0
         self._target = host, port
         self._watch = watch
-        """Is shown what goes up, before it does."""
+        """Called with data on its way up, before it is passed on."""
         self._server: asyncio.Server | None = None
         self._ends: dict[asyncio.StreamWriter, bool] = {}
-        """Both ends of each connection, and whether something of it was swallowed."""
+        """Both ends of each connection, and whether bytes of it were swallowed."""
         self._swallowed: frozenset[Way] = frozenset()
         self._delays: dict[Way, float] = {}
         self._refusing = False
@@ -54,43 +54,43 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def lead_to(self, host: str, port: int = 0) -> None:
-        """Lead to another server from now on, as the name of a promoted replica does; what is connected is cut."""
+        """Connect to another server from now on, like the name of a promoted replica, and cut existing connections."""
         self._target = host, port
         self.drop()
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Cut what is connected; new connections are welcome."""
+        """Cut existing connections, and accept new ones."""
         for end in list(self._ends):
             end.transport.abort()
         self._ends.clear()
 
     def cut(self) -> None:
-        """Cut what is connected, and refuse what comes, until `mend`."""
+        """Cut existing connections, and refuse new ones, until `mend`."""
         self._refusing = True
         self.drop()
 
     def swallow(self, ways: frozenset[Way] = BOTH) -> None:
-        """Take bytes and pass none on, until `mend`: nobody is told."""
+        """Accept bytes and pass none on, until `mend`, without any error."""
         self._swallowed = ways
 
     def slow_down(self, way: Way, seconds: float) -> None:
-        """Hold up each piece that goes this way for so long, until `mend`."""
+        """Delay each piece of data in this direction, until `mend`."""
         self._delays[way] = seconds
 
     def mend(self) -> None:
-        """Be a good link again."""
+        """End all faults."""
         self._refusing, self._swallowed = False, frozenset()
         self._delays.clear()
         for end, holed in list(self._ends.items()):
             if holed:
                 end.transport.abort()
 
-    # -- what it carries -----------------------------------------------------------------------------------------------
+    # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Not a coroutine: one that has not begun when the link is taken down would leave its connection open."""
+        """Not a coroutine: one that has not begun when the link is stopped would leave its connection open."""
         if self._refusing:
             writer.transport.abort()
             return
@@ -108,7 +108,7 @@ class Link:
             ways.append(asyncio.create_task(self._pump(reader, far_writer, Way.UP)))
             ways.append(asyncio.create_task(self._pump(far_reader, writer, Way.DOWN)))
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        except (OSError, asyncio.CancelledError):  # nobody is there, or the link is being taken down
+        except (OSError, asyncio.CancelledError):  # the server is not there, or the link is being stopped
             pass
         for way in ways:
             way.cancel()

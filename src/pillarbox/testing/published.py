@@ -1,4 +1,4 @@
-"""What a test says when other events were published than it expected."""
+"""Failure messages of assertions about published events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def contents(event: object) -> Mapping[str, Any]:
 
 
 def check_fields(kind: type, fields: Mapping[str, object]) -> None:
-    """Refuse fields that no such event has: a misspelt one would never match."""
+    """Refuse unknown fields: a misspelt one would never match."""
     registry.of_type(kind)
     known = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     if unknown := sorted(fields.keys() - known):
@@ -25,14 +25,14 @@ def check_fields(kind: type, fields: Mapping[str, object]) -> None:
 
 
 def differences(event: object, fields: Mapping[str, object]) -> list[str]:
-    """In which of these fields an event is different."""
+    """The differences of an event from these fields."""
     return [name for name, expected in fields.items() if getattr(event, name) != expected]
 
 
 def describe(
     kind: type | None, fields: Mapping[str, object], times: int | None, found: int, published: Sequence[object]
 ) -> str:
-    """What was expected, and what was published instead, each event in a line."""
+    """The expected event, and the published ones, one per line."""
     if kind is None:
         head = "expected that nothing is published"
     else:

@@ -1,16 +1,17 @@
-"""A real Apache Pulsar on this machine, and no other: ``pillarbox dev pulsar``, tests and benchmarks run on it.
+"""A real Apache Pulsar on this machine only, for ``pillarbox dev pulsar``, tests and benchmarks.
 
-`LocalPulsar` is one process; `PulsarCluster` is ZooKeeper, bookie and broker, to be killed and frozen one by one.
-The programs come by Maven (see `maven`) and need Java 17. Everything blocks: on an event loop, call it in a thread.
+`LocalPulsar` is one process; `PulsarCluster` is ZooKeeper, bookie and broker, which can be killed and frozen
+separately. The programs are downloaded by Maven (see `maven`) and need Java 17. All calls block: on an event loop, call
+them in a thread.
 
-    folder/              made or found
-    ├── lock             held by us and by every process of the server: who gets it finds all of them gone
-    ├── ports.json       kept, because the metadata know where a message is stored by the port of its bookie
+    folder/              created or existing
+    ├── lock             held by this and by every process of the server: a new holder finds all of them gone
+    ├── ports.json       kept, because the metadata locate messages by the port of their bookie
     ├── *.conf           written at every start
     ├── *.log            one for each process, of its last start; *.log.1 is of the start before
     └── data/  tmp/
 
-No process outlives ours, even if ours is killed: see `_Group`.
+No process outlives this one, even if this one is killed: see `_Group`.
 """
 
 from __future__ import annotations
@@ -59,27 +60,27 @@ _DISTRIBUTION = maven.Artefact(
 _NAME = f"pulsar-{VERSION}"
 _OLDEST_JAVA = 17
 
-# Below the ports that systems give to outgoing connections. A client that reconnects to a dead server's port among
-# those may be given that very port, connect to itself, and keep the server from ever coming back.
+# Below the ephemeral ports of operating systems. A client that reconnects to an ephemeral port of a dead server may get
+# that very port, connect to itself, and keep the server from starting.
 _PORTS = range(10_000, 32_000)
 
-_START_SECONDS = 120  # of one process, on a machine that has other things to do
+_START_SECONDS = 120  # per process, on a busy machine
 _STOP_SECONDS = 20  # Pulsar takes up to ten
-_LOCK_SECONDS = 5  # what processes need to die that were killed with their owner
+_LOCK_SECONDS = 5  # time for processes to die that were killed with their owner
 _PAUSE_SECONDS = 0.05
 _ATTEMPTS = 5
 _LOG_LINES = 20
 _LOG_BYTES = 256 * 1024
 
-_SESSION_LEFT = "NoNode"  # a broker that comes back before its old session has expired may end with this
-# A killed standalone may come back quarrelling with itself about the registration of its bookie, for ever: it comes and
-# goes many times a second, and a health check may find it there. A sound start says the second four times.
+_SESSION_LEFT = "NoNode"  # possible end of a broker that restarts before its old session has expired
+# A killed standalone may restart into an endless conflict with the registration of its own bookie: it comes and goes
+# many times a second, and a health check may succeed in between. A sound start logs the second text four times.
 _QUARRELS = ("was invalidated", "Failed to resolve network location")
 _QUARREL_LINES = 20
 
 _QUICK = (
     "-XX:TieredStopAtLevel=1",
-    # The checksum says already that the classes are whole. A Java that has no such option shall not mind.
+    # The checksum has verified the classes already. A Java without such an option must ignore it.
     *("-XX:+IgnoreUnrecognizedVMOptions", "-XX:+UnlockDiagnosticVMOptions", "-XX:-BytecodeVerificationRemote"),
 )
 
@@ -89,7 +90,7 @@ _SETTINGS = {
     "brokerDeduplicationEnabled": "true",
     "brokerDeleteInactiveTopicsEnabled": "false",
     "webSocketServiceEnabled": "false",
-    # Else a topic without subscription is trimmed with each new ledger, and a later reader misses most of it.
+    # Otherwise a topic without subscription is trimmed with each new ledger, and a later reader misses most of it.
     "defaultRetentionTimeInMinutes": "-1",
     "defaultRetentionSizeInMB": "-1",
 }
@@ -101,12 +102,12 @@ def is_installed() -> bool:
 
 
 def install() -> Path:
-    """The folder of Pulsar's programs; they are fetched (245 MB) if they are not there."""
+    """The folder of Pulsar's programs. Downloads them (245 MB) if they are missing."""
     return maven.install(_NAME, _DISTRIBUTION, _unpack) / f"apache-pulsar-{VERSION}"
 
 
 def java() -> str:
-    """The Java that runs Pulsar: that of ``JAVA_HOME``, or on the path."""
+    """The Java for Pulsar: that of ``JAVA_HOME``, or on the path."""
     home = os.environ.get("JAVA_HOME")
     program = shutil.which("java", path=Path(home, "bin")) if home else shutil.which("java")
     remedy = f"install Java {_OLDEST_JAVA} or newer (on Debian: apt-get install openjdk-17-jre-headless)"
@@ -122,15 +123,15 @@ def java() -> str:
 class LocalPulsar:
     """Pulsar in one process (standalone), with its data in a folder.
 
-    ``settings`` go into the broker's configuration. Ports that are not given are chosen once and kept in the folder.
-    ``quick_start`` halves the time of a start, by less compiling and checking: good for tests, not for measurements.
-    The server is stopped by ``stop`` or ``kill``, or with our process.
+    ``settings`` are added to the broker's configuration. Ports that are not given are chosen once and kept in the
+    folder. ``quick_start`` halves the time of a start by less compilation and checking: good for tests, not for
+    measurements. The server is stopped by ``stop`` or ``kill``, or ends with this process.
     """
 
     cluster_name: ClassVar[str] = "standalone"
-    """What the server calls itself; a new tenant must be allowed to use it."""
+    """The cluster's name; a new tenant must be allowed to use it."""
     _may_archive: ClassVar[bool] = True
-    """Whether its process has all classes that others need."""
+    """Whether its process loads all classes that other servers need."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class LocalPulsar:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes that run, by name; the one that clients talk to is ``broker``."""
+        """The running processes by name; clients connect to ``broker``."""
         return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
     def start(self) -> None:
@@ -189,7 +190,7 @@ class LocalPulsar:
                 self._choose_ports()
                 self._group = _Group(lock)
             finally:
-                lock.close()  # from here on it is the group that holds it
+                lock.close()  # from here on, the group holds it
             atexit.register(self.kill)
             try:
                 self._start_below_broker()
@@ -201,7 +202,7 @@ class LocalPulsar:
             raise EmbeddedServerError(f"cannot run a Pulsar in {self.folder}: {error}") from error
 
     def stop(self) -> None:
-        """Stop the server in peace, which takes some seconds."""
+        """Stop the server gracefully, which takes some seconds."""
         in_peace = bool(self._processes)
         for name in reversed(self._processes):
             process = self._processes[name]
@@ -216,7 +217,7 @@ class LocalPulsar:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes at once, as a power cut does. What was acknowledged is in the folder."""
+        """End all processes at once, like a power cut. Acknowledged messages are in the folder."""
         if self._group is None:
             return
         atexit.unregister(self.kill)
@@ -235,13 +236,13 @@ class LocalPulsar:
         self.stop()
 
     def kill_broker(self) -> None:
-        """SIGKILL the broker; of `LocalPulsar`, that is all there is."""
+        """SIGKILL the broker; of `LocalPulsar`, that is the only process."""
         self._kill("broker")
 
     def start_broker(self) -> None:
         """Start a broker that was killed, and wait until topics can be used.
 
-        Two flaws of Pulsar strike now and then after a kill, and are gone with the next start: so this starts it again.
+        Two flaws of Pulsar sometimes make a start after a kill fail, and the next one succeed, so this retries.
         """
         for attempt in range(_ATTEMPTS):
             self._spawn("broker", self._broker_command())
@@ -259,7 +260,7 @@ class LocalPulsar:
         self.start_broker()
 
     def freeze_broker(self) -> None:
-        """SIGSTOP the broker: connections stay open, and nobody answers."""
+        """SIGSTOP the broker: connections stay open, without answers."""
         self._signal("broker", signal.SIGSTOP)
 
     def thaw_broker(self) -> None:
@@ -267,7 +268,7 @@ class LocalPulsar:
         self._signal("broker", signal.SIGCONT)
 
     def is_whole(self) -> bool:
-        """Whether all of it runs, and a message can be stored. What was frozen is thawed for that."""
+        """Whether all processes run, and a message can be stored. Frozen processes are thawed."""
         if self._group is None or set(self.pids) != set(self._members()):
             return False
         for name in self.pids:
@@ -281,17 +282,17 @@ class LocalPulsar:
                 raise self._failure(name, f"ended with {process.returncode}")
 
     def admin(self, method: str, path: str, body: object = None, *, seconds: float = 30) -> Any:
-        """Ask the admin REST API: ``admin("PUT", "/persistent/public/default/orders/partitions", 4)``.
+        """Send a request to the admin REST API: ``admin("PUT", "/persistent/public/default/orders/partitions", 4)``.
 
-        The answer is JSON or text, or None if it is empty. A refusal is a ``urllib.error.HTTPError``.
+        Returns JSON or text, or None for an empty answer. A refusal is a ``urllib.error.HTTPError``.
         """
-        request = urllib.request.Request(  # noqa: S310  our own server
+        request = urllib.request.Request(  # noqa: S310  a local server
             f"{self.admin_url}/admin/v2{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        # No proxy: whatever the environment names is not meant for this machine.
+        # No proxy: one in the environment is not meant for this machine.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=seconds) as answer:
             content = answer.read().decode()
         try:
@@ -304,8 +305,8 @@ class LocalPulsar:
         return self._archive.with_suffix(f".{os.getpid()}")
 
     def _sharing(self) -> list[str]:
-        """Java reads and checks 15,000 classes at each start, unless it finds them in an archive: that makes it three
-        times as quick. The first server that stops in peace leaves one.
+        """Java options for an archive of classes. Without one, Java reads and checks 15,000 classes at each start; with
+        one, a start takes a third of the time. The first server that stops gracefully writes it.
         """
         if self._archive.exists():
             return [f"-XX:SharedArchiveFile={self._archive}"]
@@ -314,10 +315,10 @@ class LocalPulsar:
         return []
 
     def _start_below_broker(self) -> None:
-        """Start what the broker needs; here, it brings all of it."""
+        """Start what the broker needs; in standalone mode, nothing."""
 
     def _members(self) -> tuple[str, ...]:
-        """The processes that there are when nothing is broken."""
+        """The processes of a working server."""
         return ("broker",)
 
     def _own_ports(self) -> tuple[str, ...]:
@@ -329,7 +330,7 @@ class LocalPulsar:
             self._broker_settings()
             | {
                 "allowEphemeralPorts": "true",  # without it, --bookkeeper-port is ignored
-                "listeningInterface": _loopback_interface(),  # of the bookie, which takes no address
+                "listeningInterface": _loopback_interface(),  # of the bookie, which accepts no address
             },
         )
         return [
@@ -344,7 +345,7 @@ class LocalPulsar:
         return _SETTINGS | ports | self.settings
 
     def _is_ready(self) -> bool:
-        """The namespace comes after the port, and is there before messages can be stored; `health` stores one."""
+        """The namespace appears after the port is open, and before messages can be stored; `health` stores one."""
         return "public/default" in self.admin("GET", "/namespaces/public", seconds=5) and bool(
             self.admin("GET", "/brokers/health", seconds=10)
         )
@@ -352,7 +353,7 @@ class LocalPulsar:
     def _configure(self, name: str, settings: Mapping[str, str]) -> Path:
         """Write a configuration: the shipped one, with these settings instead of its own."""
         shipped = (self._programs / "conf" / f"{name}.conf").read_text("utf-8").splitlines()
-        # Their own must go: of two lines for one setting the broker takes the last, and the bookie the first.
+        # Drop their own lines: of two lines for a setting, the broker uses the last, and the bookie the first.
         others = [line for line in shipped if line.partition("=")[0].strip() not in settings]
         path = self.folder / f"{name}.conf"
         path.write_text("\n".join([*others, *(f"{key}={value}" for key, value in settings.items()), ""]), "utf-8")
@@ -417,7 +418,7 @@ class LocalPulsar:
         self._processes[name] = self._group.spawn([*self._java, f"-Djava.io.tmpdir={scratch}", *command], log)
 
     def _wait(self, name: str, ready: Callable[[], bool]) -> None:
-        """Wait until a process is ready; one that does not get there is killed, and its log is in the error."""
+        """Wait until a process is ready. One that does not become ready is killed, and the error has its log."""
         process, deadline = self._processes[name], time.monotonic() + _START_SECONDS
         while True:
             is_ready = _holds(ready)
@@ -463,19 +464,20 @@ class LocalPulsar:
 
 
 class PulsarCluster(LocalPulsar):
-    """Pulsar as it runs in production, if only one of each: ZooKeeper, a bookie, a broker. Made for faults."""
+    """Pulsar as in production, with one process of each kind: ZooKeeper, a bookie, a broker. Made for faults."""
 
     cluster_name = "local"
     _may_archive = False
 
     def kill_bookie(self) -> None:
-        """SIGKILL the bookie: nothing can be stored until it is back."""
+        """SIGKILL the bookie: no message can be stored until it is back."""
         self._kill("bookie")
 
     def start_bookie(self) -> None:
         """Start a bookie that was killed, and wait until brokers can find it.
 
-        One that finds its old self registered keeps that, and is lost when that session expires: so this waits first.
+        A bookie that finds its old registration keeps it, and disappears when the old session expires: so this waits
+        first.
         """
         registration = f"/ledgers/available/{HOST}:{self._port('bookie')}".encode()
         self._wait("zookeeper", lambda: registration not in self._asked_zookeeper(b"dump"))
@@ -502,7 +504,7 @@ class PulsarCluster(LocalPulsar):
         self._wait("bookie", lambda: registration in self._asked_zookeeper(b"dump"))
 
     def freeze_bookie(self) -> None:
-        """SIGSTOP the bookie: what is sent is taken by the broker, and stays without an answer."""
+        """SIGSTOP the bookie: the broker accepts messages, and does not answer."""
         self._signal("bookie", signal.SIGSTOP)
 
     @property
@@ -574,14 +576,15 @@ _SMALL = ("-Xms128m", "-Xmx512m", "-XX:MaxDirectMemorySize=512m")
 
 
 class _FlawedStartError(EmbeddedServerError):
-    """The start failed by a flaw of Pulsar that another start may not meet."""
+    """The start failed by a flaw of Pulsar; another start may succeed."""
 
 
 class _Group:
-    """A process group that ends when we do, however we do: its leader kills it when our end of a pipe is closed.
+    """A process group that ends with this process, however that ends: its leader kills it when this end of a pipe
+    closes.
 
-    (A parent-death signal would come with the death of the *thread* that started the process, such as one of
-    ``asyncio.to_thread``.) Every member holds the lock, which is therefore free when all of them are gone.
+    (A parent-death signal would be sent at the death of the *thread* that started the process, such as one of
+    ``asyncio.to_thread``.) Every member holds the lock, so it is free when all of them are gone.
     """
 
     def __init__(self, lock: IO[bytes]) -> None:
@@ -591,13 +594,13 @@ class _Group:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # of its own, so that Ctrl-C is for us alone
+            process_group=0,  # its own, so that Ctrl-C reaches only this process
             pass_fds=[self._lock],
         )
 
     def spawn(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
-            return subprocess.Popen(  # noqa: S603  Java, with options of our own
+            return subprocess.Popen(  # noqa: S603  Java, with constant options
                 command,
                 cwd=log.parent,
                 stdin=subprocess.DEVNULL,
@@ -615,11 +618,13 @@ class _Group:
 
 
 def _java_options(programs: Path) -> list[str]:
-    """What ``bin/pulsar`` gives to Java. That script starts two more Javas, and obeys every ``PULSAR_`` variable."""
+    """The options of ``bin/pulsar`` for Java. That script starts two more Javas, and reads every ``PULSAR_``
+    variable.
+    """
     opened = ("io", "util.zip", "nio")
     drivers = {"bookie.drivers": "PulsarMetadataBookieDriver", "client.drivers": "PulsarMetadataClientDriver"}
     return [
-        *("-cp", f"{programs / 'lib'}/*"),  # and no folder: an archive of classes allows none
+        *("-cp", f"{programs / 'lib'}/*"),  # without folders, which an archive of classes does not allow
         *("-XX:+UseG1GC", "-XX:+PerfDisableSharedMem", "-Djava.net.preferIPv4Stack=true"),
         *("-Djute.maxbuffer=10485760", "-Dio.netty.tryReflectionSetAccessible=true"),
         *(f"--add-opens=java.base/java.{package}=ALL-UNNAMED" for package in opened),
@@ -634,7 +639,7 @@ def _java_options(programs: Path) -> list[str]:
 
 
 def _class_archive(java: str, programs: Path) -> Path:
-    """Where the classes are kept as this very Java wants them."""
+    """Path of the archive of classes for this exact Java."""
     program = Path(java).resolve()
     made_by = hashlib.sha256(f"{program} {program.stat().st_mtime_ns}".encode()).hexdigest()
     return programs / f"classes-{made_by[:12]}.jsa"
@@ -656,7 +661,7 @@ def _is_free(port: int) -> bool:
 def _holds(ready: Callable[[], bool]) -> bool:
     try:
         return ready()
-    except (OSError, http.client.HTTPException):  # also what urllib raises for a refusal, and for no answer in time
+    except (OSError, http.client.HTTPException):  # also raised by urllib for a refusal, and without an answer in time
         return False
 
 
@@ -665,12 +670,12 @@ def _loopback_interface() -> str:
 
 
 def main() -> int:
-    """Fetch Pulsar and prepare it, for those who want that beforehand: ``python -m pillarbox.testing.pulsar``."""
+    """Download and prepare Pulsar in advance: ``python -m pillarbox.testing.pulsar``."""
     try:
         programs = install()
         if not _class_archive(java(), programs).exists():
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, LocalPulsar(Path(folder)):
-                pass  # when it stops, it leaves the archive
+                pass  # its end writes the archive of classes
         sys.stdout.write(f"{programs}\n")
     except PillarboxError as error:
         sys.stderr.write(f"{_NAME}: {error}\n")

@@ -1,7 +1,7 @@
-"""A service's own box, with brokers in memory and the database of a test in place of what it has.
+"""Takes over a service's own box for a test: replaces its transports by brokers in memory, and its database.
 
 Modules make a box, routes, consumers and handlers when they are imported, and their functions refer to them. So a test
-does not make another box: it takes the one that is there, and puts everything back.
+uses the existing box, and restores it afterwards.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from ..transports.memory import MemoryTransport
 from .faults import Failures, Faults, FaultyEffects, FaultyProcessor
 
 AT_ONCE = RetryPolicy(base=0.001, cap=0.001)
-"""No test waits for a back-off."""
+"""Tests do not wait for backoffs."""
 
 
 class Takeover:
-    """Of one box, for one test."""
+    """Takes over one box for one test."""
 
     def __init__(self, box: Pillarbox, faults: Faults, failures: Failures) -> None:
         self.box = box
         self.brokers = {name: MemoryTransport(given.capabilities) for name, given in box.transports.items()}
         self.processors: dict[str, FaultyProcessor] = {}
-        """What handles the messages of each consumer."""
+        """The processor of each consumer."""
         self._faults = faults
         self._failures = failures
         self._kept: list[_Kept] = []
 
     def begin(self, url: str) -> None:
-        """From now on it is the test's. It is not started yet."""
+        """Replace the transports and the database of the box, which is not started yet."""
         box = self.box
         if box._started:
             raise ConfigurationError("the box is started already: leave that to the fixture, and stop it before a test")
         self._kept = [_Kept(box), _Kept(box.router), _Kept(box._outbox), _Kept(box.tenancy)]
         box._given, box._engine, box._unit_sessions = url, None, None
         if box._shards is None:
-            box._shards = 1  # a lane per route: there is little to do, and looking costs time
+            box._shards = 1  # a lane per route: there is little to do, and polls take time
         if make_url(url).get_backend_name() != "postgresql":
-            box._row_security = box.tenancy._row_security = False  # nobody else has that
+            box._row_security = box.tenancy._row_security = False  # only PostgreSQL has it
         given, box.transports = box.transports, {**self.brokers}
         for consumer in self.consumers.values():
             self._adopt(consumer, given)
 
     @property
     def consumers(self) -> dict[str, Consumer]:
-        """Those of the box, its durable handlers among them."""
+        """The consumers of the box, including its durable handlers."""
         return self.box.consumers | self.box.handlers
 
     def adopt(self) -> None:
-        """Include the consumers that were made since."""
+        """Take over consumers that were made since."""
         for name, consumer in self.consumers.items():
             if name not in self.processors:
                 self._adopt(consumer, self.box.transports)
 
     def end(self) -> None:
-        """Put everything back. The box must have been stopped."""
+        """Restore everything. The box must have been stopped."""
         for kept in reversed(self._kept):
             kept.put_back()
         self._kept = []
@@ -77,7 +77,7 @@ class Takeover:
         effects = processor._effects = FaultyEffects(processor._effects, self._faults)
         faulty = FaultyProcessor(consumer.name, processor, effects, self._faults, self._failures)
         self.processors[consumer.name] = faulty
-        # Whatever waits for events belongs to one loop, and the next test has another.
+        # Primitives of asyncio belong to one loop, and the next test has another.
         consumer._finished = asyncio.Event()
         consumer._finished.set()
         consumer._hands = Hands(consumer._hands.concurrency)
@@ -85,8 +85,8 @@ class Takeover:
         consumer._intakes = consumer._make_intakes(faulty, stand_in, AT_ONCE)
 
     def _stand_in(self, consumer: Consumer, subscriber: object, given: Mapping[str, Any]) -> MemoryTransport:
-        """The broker in place of a subscriber. One that is no transport itself, as for Pulsar, gets what the routes of
-        the box send to its topics; if none does, it has the only broker, or one by the name of its consumer.
+        """The broker in place of a subscriber. A subscriber that is not a transport, as for Pulsar, shares the broker
+        of the routes to its topics; otherwise the only broker, or one with the consumer's name.
         """
         same = [name for name, transport in given.items() if transport is subscriber]
         routed = [route.to for route in self.box.router._routes if route.topic in consumer.topics]
@@ -95,7 +95,7 @@ class Takeover:
 
 
 class _Kept:
-    """What an object was like. From now on it has copies of what may be changed in place."""
+    """The state of an object, to be restored. Until then, the object has copies of its mutable values."""
 
     def __init__(self, thing: object) -> None:
         self._thing = thing
@@ -108,7 +108,7 @@ class _Kept:
 
 
 def _copy(value: Any) -> Any:
-    """Lists and dicts may be changed in place, and so may lists in dicts."""
+    """Copies lists and dicts, and lists in dicts, which may be changed in place."""
     if type(value) is list:
         return [*value]
     if type(value) is dict:

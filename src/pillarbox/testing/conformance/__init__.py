@@ -1,1 +1,3 @@
-"""Conformance suites. A class of tests each, one per sentence of a port's contract; a binding provides the fixture."""
+"""Conformance suites: one test class per port, one test per sentence of its contract. A binding provides the
+fixture.
+"""

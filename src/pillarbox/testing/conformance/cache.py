@@ -1,4 +1,4 @@
-"""What every `Cache` must do, one test per promise.
+"""The contract of `Cache`, one test per promise.
 
 Bind it by a subclass with a ``world`` fixture::
 
@@ -18,7 +18,7 @@ KEYS = ("plain", 'with "quotes" and ä ✓', "with\nlines", "k" * 500)
 
 
 class World(ABC):
-    """A cache, and the power over its time."""
+    """A cache, and control over its time."""
 
     cache: Cache
 

@@ -1,6 +1,6 @@
-"""What every outbox store with detours promises: a tenant can be passed by the others, and nobody notices but they.
+"""The contract of outbox stores with detours: other tenants can pass a tenant, and only the tenant is affected.
 
-A binding is made as for `OutboxStoreContract`, whose promises are among these.
+A binding is made as for `OutboxStoreContract`, whose promises are included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .outbox import ROUTE, OutboxStoreContract, World, delivery
 
 
 class DetourContract(OutboxStoreContract):
-    """The promises of `part`, `join`, and of looks at a detour."""
+    """The promises of `part`, `join`, and of polls of a detour."""
 
     async def test_a_lane_passes_over_a_tenant_with_a_detour_which_has_its_rows(self, world: World) -> None:
         lane = await self.tenants(world, "loud", "calm", "loud", None)
@@ -41,7 +41,7 @@ class DetourContract(OutboxStoreContract):
         assert len((await world.store.poll(lane, limit=10, detour="loud")).fresh) == 2
 
     async def test_everybody_gets_everything_once_and_in_order(self, world: World) -> None:
-        """With batches of two, a detour that begins in the middle, ends, and begins again."""
+        """With batches of two, and a detour that begins in the middle, ends, and begins again."""
         tenants = ["loud", "calm", "loud", "loud", None, "loud", "calm", "loud", "loud", "loud", "calm"]
         lane = await self.tenants(world, *tenants)
         everything = [row.id for row in (await world.store.poll(lane, limit=100)).fresh]
@@ -157,16 +157,16 @@ class DetourContract(OutboxStoreContract):
         return await self.lane(world, lease=lease)
 
     def batch_of(self, page: Page) -> Batch:
-        """All of the page."""
+        """A batch of the whole page."""
         return Batch(items=[row.id for row in page.fresh], cursor=page.cursor)
 
     async def sent(self, world: World, lane: Lane, page: Page) -> Lane:
-        """Send all of the page, if there is anything in it."""
+        """Send the whole page, unless it is empty."""
         if not page.fresh and not page.passed:
             return lane
         lane = await world.store.announce(lane, self.batch_of(page), settle=False)
         return await world.store.settle(lane) if lane.announced else lane
 
     async def status(self, world: World, row: Row) -> str:
-        """The status of a row, as people see it."""
+        """The status of a row."""
         return (await world.status(row.id)).value

@@ -1,12 +1,12 @@
-"""What every `Inbox` must do, one test per promise.
+"""The contract of `Inbox`, one test per promise.
 
-Bind them by subclasses with a ``world`` fixture::
+Bind it by a subclass with a ``world`` fixture::
 
     class TestMyInbox(InboxContract):
         @pytest.fixture
         def world(self) -> World: ...
 
-A store without transactions says so in ``lacks``; the tests that need them are skipped with that reason.
+A store without transactions sets ``lacks`` to the reason; tests that need them are skipped with that reason.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ _A_WHILE = 0.2
 
 
 class Transaction(Protocol):
-    """Calls a method of a port in a transaction: the connection is its first argument."""
+    """Calls a method of a port in a transaction, with the connection as its first argument."""
 
     async def __call__(self, method: Any, *arguments: Any, **options: Any) -> Any: ...
 
 
 class World(ABC):
-    """An inbox, and the means to use it in transactions."""
+    """An inbox, and its transactions."""
 
     inbox: Inbox
     lacks: str | None = None
-    """Why it has no transactions."""
+    """Reason for which it has no transactions."""
     takes_turns = False
-    """Whether there is one transaction at a time that writes."""
+    """Whether only one transaction can write at a time."""
 
     @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
-        """One that commits at the end of the block, and rolls back if the block fails."""
+        """A transaction that commits at the end of the block, and rolls back if the block fails."""
 
     @abstractmethod
     async def age(self, by: timedelta) -> None:
-        """Let every row of the inbox have been written that much earlier."""
+        """Make every row of the inbox older."""
 
     def needs_transactions(self) -> None:
-        """Skip the test if there are none."""
+        """Skip the test without transactions."""
         if self.lacks is not None:
             pytest.skip(self.lacks)
 
     @asynccontextmanager
     async def undone_transaction(self) -> AsyncIterator[Transaction]:
-        """One that rolls back at the end of the block."""
+        """A transaction that rolls back at the end of the block."""
         with suppress(_Undone):
             async with self.transaction() as run:
                 yield run
@@ -70,25 +70,25 @@ class World(ABC):
     async def admit(
         self, arrivals: Sequence[Arrival], *, consumer: int = CONSUMER, tenant: str | None = "acme"
     ) -> list[Admission]:
-        """In a transaction of its own."""
+        """Admit messages in a separate transaction."""
         async with self.transaction() as run:
             return list((await run(self.inbox.admit, consumer, tenant, arrivals)).admissions)
 
     async def ask(self, arrivals: Sequence[Arrival], *lines: int, consumer: int = CONSUMER) -> Admitted:
-        """Admit them in a transaction of its own, and ask for the gates of these lines."""
+        """Admit messages in a separate transaction, and read the gates of these lines."""
         async with self.transaction() as run:
             found = await run(self.inbox.admit, consumer, "acme", arrivals, claims=consumer, lines=lambda: lines)
             assert isinstance(found, Admitted)
             return found
 
     async def gated(self, *lines: int, consumer: int = CONSUMER) -> set[int]:
-        """Those of the lines that are gated."""
+        """The lines of these that are gated."""
         return {*(await self.ask([arrival()], *lines, consumer=consumer)).gated}
 
     async def spill(
         self, spilled: Arrival | None = None, *, line: int, consumer: int = CONSUMER, **options: Any
     ) -> Claim:
-        """Admit a message and spill it, in a transaction of its own."""
+        """Admit a message and spill it, in a separate transaction."""
         spilled = spilled or arrival()
         written = spill(spilled, line=line, **options)
         async with self.transaction() as run:
@@ -97,28 +97,28 @@ class World(ABC):
         return written.claim
 
     async def redeem(self, claim: Claim) -> tuple[bool, str | None]:
-        """In a transaction of its own."""
+        """Redeem a claim in a separate transaction."""
         async with self.transaction() as run:
             is_there, refused = await run(self.inbox.redeem, CONSUMER, claim)
         return is_there, refused
 
     async def prune(self, older_than: timedelta, limit: int = 1000, *, consumer: int = CONSUMER) -> int:
-        """In a transaction of its own."""
+        """Prune in a separate transaction."""
         async with self.transaction() as run:
             return int(await run(self.inbox.prune, consumer, older_than, limit))
 
 
 class _Undone(Exception):  # noqa: N818  an outcome, not a failure
-    """Makes a transaction roll back."""
+    """Rolls a transaction back."""
 
 
 def arrival(body: bytes = b"{}", *, event_id: UUID | None = None, schema_version: int = 1) -> Arrival:
-    """A message that was never seen, unless its id is given."""
+    """A new message, or one with this event id."""
     return Arrival(event_id or uuid4(), schema_version, digest_of(body))
 
 
 def spill(spilled: Arrival, *, line: int, gate: bool = True, refused: str | None = None) -> Spill:
-    """How it is put aside."""
+    """The spill of a message."""
     return Spill(Claim(line, spilled.event_id), uuid4(), gate, refused)
 
 
@@ -264,7 +264,7 @@ class InboxContract:
         assert {*zip(one[50:], other[:100], strict=True)} in ({(NEW, DUPLICATE)}, {(DUPLICATE, NEW)})
         assert {*one[:50], *other[100:]} == {NEW}
 
-    # -- spilling ------------------------------------------------------------------------------------------------------
+    # -- spills --------------------------------------------------------------------------------------------------------
 
     async def test_a_claim_is_redeemed_once(self, world: World) -> None:
         claim = await world.spill(line=1)
@@ -339,7 +339,7 @@ class InboxContract:
         assert await asyncio.wait_for(second, PATIENCE) == ({1} if done else set())
 
     async def test_h90_who_was_refused_by_a_spill_that_has_just_committed_sees_its_gate(self, world: World) -> None:
-        """The message came twice, and the second batch has later ones of its line with it."""
+        """The message arrives twice, and the second batch has later ones of its line with it."""
         world.needs_transactions()
         spilled, later = arrival(), arrival()
         async with world.transaction() as run:
@@ -351,7 +351,7 @@ class InboxContract:
         assert ([*admissions], {*gated}) == ([DUPLICATE, NEW], {1})
 
     async def test_h80_of_two_who_redeem_a_claim_one_gets_it_and_the_other_does_not_wait(self, world: World) -> None:
-        """It waits for its turn where there is one writer at a time."""
+        """With one writer at a time, the second waits for its turn."""
         world.needs_transactions()
         claim = await world.spill(line=1)
         async with world.transaction() as run:
@@ -406,6 +406,6 @@ class InboxContract:
 
 
 async def still_waiting(task: asyncio.Future[Any]) -> None:
-    """It cannot get on as long as we do not."""
+    """Assert that the task waits for this one."""
     done, _ = await asyncio.wait({task}, timeout=_A_WHILE)
     assert not done, task.result()

@@ -1,4 +1,4 @@
-"""What every `LaneStore` and `OutboxStore` must do, one test per promise.
+"""The contract of `LaneStore` and `OutboxStore`, one test per promise.
 
 Bind it by a subclass with a ``world`` fixture::
 
@@ -45,11 +45,11 @@ LEASE = 30.0
 
 
 class Store(LaneStore, OutboxStore, Protocol):
-    """All that a relay needs."""
+    """The operations that a relay needs."""
 
 
 class World(ABC):
-    """A store and the means to fill it, to look into it, and to tell it what people want."""
+    """A store, and the means to fill it, to read it, and to act as an operator."""
 
     store: Store
 
@@ -71,26 +71,26 @@ class World(ABC):
 
     @abstractmethod
     async def request(self, row: int, action: str, *, body: bytes | None = None, event_id: UUID | None = None) -> int:
-        """Ask for a redrive, a discard or an edit; the id of the request."""
+        """Request a redrive, a discard or an edit. Returns the id of the request."""
 
     @abstractmethod
     async def pause_lane(self, name: LaneName, paused: bool = True) -> None:
-        """Stop a lane, or let it go on."""
+        """Pause or resume a lane."""
 
     @abstractmethod
     async def pause_tenant(self, tenant: str, paused: bool = True) -> None:
-        """Stop a tenant, or let it go on."""
+        """Pause or resume a tenant."""
 
     @abstractmethod
     async def set_rate(self, rate: float | None, *, lane: LaneName | None = None, tenant: str | None = None) -> None:
-        """Hold a lane or a tenant to a rate."""
+        """Set the rate of a lane or a tenant."""
 
     @abstractmethod
     async def trouble(self, name: LaneName) -> str | None:
-        """What people see about a lane that is in trouble."""
+        """The stored trouble of a lane."""
 
     async def announce(self, lane: Lane, batch: Batch, *, settle: bool) -> Lane:
-        """Announce what was decided about the page that comes next."""
+        """Announce a batch made of the next page."""
         page = await self.store.poll(lane, limit=1000)
         return await self.store.announce(lane, replace(batch, cursor=page.cursor), settle=settle)
 
@@ -98,7 +98,7 @@ class World(ABC):
 def delivery(
     key: str = "k", *, route: RouteRecord = ROUTE, tenant: str | None = "acme", body: bytes = b"{}", shard: int = 0
 ) -> Delivery:
-    """A delivery with everything in it that a store might spoil."""
+    """A delivery with values that a store might corrupt."""
     event_id = uuid4()
     headers = {
         "event_id": str(event_id),
@@ -112,7 +112,7 @@ def delivery(
 class OutboxStoreContract:
     """The promises of `LaneStore`, `OutboxStore` and `Appends`."""
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writes --------------------------------------------------------------------------------------------------------
 
     async def test_what_is_appended_comes_back_exactly(self, world: World) -> None:
         written = [
@@ -227,7 +227,7 @@ class OutboxStoreContract:
     async def test_h102_a_batch_that_the_database_has_forgotten_to_settle_is_fenced(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "b")
         announced = await world.announce(lane, Batch(items=[rows[0].id]), settle=False)
-        ahead = replace(announced, announced=None)  # as if our settlement had been lost by a failover
+        ahead = replace(announced, announced=None)  # as if a failover had lost the settlement
         with pytest.raises(LeaseLostError):
             await world.announce(ahead, Batch(items=[row.id for row in rows]), settle=False)
         assert await world.status(rows[0].id) is Status.SENDING
@@ -273,7 +273,7 @@ class OutboxStoreContract:
         assert successor.tries == 1
         await world.store.release("r1", [slow])
         third = await self.lane(world, "r3")
-        assert third.tries == 1  # for the second owner, of which nothing was heard
+        assert third.tries == 1  # for the second owner, which was lost
         assert [row.id for _, row in await world.store.rebuild(third)] == [rows[0].id]
         assert (await world.store.settle(third)).tries == 0
 
@@ -380,7 +380,7 @@ class OutboxStoreContract:
         assert next_expiry is not None
         assert 0 < next_expiry <= LEASE
 
-    # -- what is to do -------------------------------------------------------------------------------------------------
+    # -- ready lanes ---------------------------------------------------------------------------------------------------
 
     async def test_ready_names_lanes_with_fresh_rows(self, world: World) -> None:
         await world.register(ROUTE, SKIPPING)
@@ -429,7 +429,7 @@ class OutboxStoreContract:
         await world.pause_lane(lane.name)
         assert await world.store.ready([ROUTE.id]) == frozenset()
 
-    # -- polling -------------------------------------------------------------------------------------------------------
+    # -- polls ---------------------------------------------------------------------------------------------------------
 
     async def test_poll_changes_nothing_and_respects_the_limit(self, world: World) -> None:
         await world.register(ROUTE)
@@ -465,7 +465,7 @@ class OutboxStoreContract:
         assert len((await world.store.poll(lane, limit=10, max_bytes=1000)).fresh) == 5
 
     async def test_h61_a_page_that_was_cut_has_reached_a_limit(self, world: World) -> None:
-        """However large the next row is: who asks must know that there is one."""
+        """However large the next row is, a poll must show that there is one."""
         await world.register(ROUTE)
         sizes = [1, 2, 500, 3]
         await world.append([delivery(f"k{size}", body=b"x" * size) for size in sizes])
@@ -734,7 +734,7 @@ class OutboxStoreContract:
         }
         assert (await world.store.settle(lane)).waiting == frozenset()
 
-    # -- what people ask for -------------------------------------------------------------------------------------------
+    # -- requests of operators -----------------------------------------------------------------------------------------
 
     async def test_a_dead_row_is_redriven_with_those_that_waited_for_it(self, world: World) -> None:
         rows, lane = await self.filled(world, "a", "a", "b")
@@ -914,7 +914,7 @@ class OutboxStoreContract:
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     async def lane(self, world: World, relay: str = "r1", *, route: RouteRecord = ROUTE, lease: float = LEASE) -> Lane:
-        """Shard 0 of the route, as soon as it can be had."""
+        """Shard 0 of the route, as soon as it is free."""
         held: list[Lane] = []
         deadline = clock.current().monotonic() + 10
         while clock.current().monotonic() < deadline:
@@ -934,7 +934,7 @@ class OutboxStoreContract:
         return (await world.store.poll(lane, limit=1000)).fresh, lane
 
     async def send(self, world: World, lane: Lane, page: Page, failing: dict[int, int], sent: list[Row]) -> Lane:
-        """One turn as a relay takes it: what fails is amended away, and its key waits."""
+        """One turn of a relay: failing rows are amended away, and their keys wait."""
         stopped = set(lane.waiting)
         items = [*page.redo, *(row for row in page.fresh if row.order_key not in stopped)]
         parked = [row.id for row in page.fresh if row.order_key in stopped]
@@ -953,14 +953,14 @@ class OutboxStoreContract:
         return await world.store.amend(lane, failures, parked=behind)
 
     async def due(self, world: World, lane: Lane, count: int = 1) -> tuple[Row, ...]:
-        """What is to be redone, as soon as there is so much."""
+        """The rows to redo, once there are this many."""
         async with asyncio.timeout(10):
             while len(page := (await world.store.poll(lane, limit=10)).redo) < count:
                 pass
         return page
 
     async def until_nothing_is_leased(self, world: World) -> None:
-        """Until all leases have expired."""
+        """Wait until all leases have expired."""
         async with asyncio.timeout(10):
             while (await world.store.census()).next_expiry is not None:
                 pass

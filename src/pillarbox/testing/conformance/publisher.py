@@ -1,4 +1,4 @@
-"""What every `Publisher` must do, one test per promise.
+"""The contract of `Publisher`, one test per promise.
 
 Bind it by a subclass with a ``world`` fixture::
 
@@ -6,8 +6,8 @@ Bind it by a subclass with a ``world`` fixture::
         @pytest.fixture
         def world(self) -> World: ...
 
-A world that cannot bring about one of the situations says so in ``lacks``, with the reason; the tests that need it are
-skipped with that reason.
+If a world cannot bring about a situation, it names it in ``lacks``, with the reason; tests that need it are skipped
+with that reason.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ... import clock
 from ...transport import Message, Outcome, Publisher, Verdict
 
 PATIENCE = 60.0
-"""Seconds after which an answer, or a message on a topic, is taken to be missing."""
+"""Seconds after which an answer, or a message on a topic, counts as missing."""
 
 REQUEST_BYTES = 4_194_304
-"""What a relay reads at once."""
+"""Bytes that a relay reads at once."""
 
 _Answer = TypeVar("_Answer")
 
 
 class Feature(Enum):
-    """What a world may be unable to do."""
+    """Situations that a world may be unable to bring about."""
 
     EXACT_READS = "show bodies and headers of what arrived"
     OUTAGES = "make the destination unavailable"
@@ -44,20 +44,20 @@ class Feature(Enum):
 
 
 class World(ABC):
-    """A publisher that is not open yet, and power over its destination."""
+    """A publisher that is not open yet, and control over its destination."""
 
     publisher: Publisher
     lacks: Mapping[Feature, str] = {}
-    """What this world cannot do, each with the reason."""
+    """The features that this world lacks, with reasons."""
 
     @abstractmethod
     async def new_topic(self) -> str:
-        """A topic that was never used, ready to be sent to."""
+        """A new topic, ready for messages."""
 
     @abstractmethod
     async def read(self, topic: str) -> Sequence[Message]:
-        """What is on the topic now, per key in order, read by other means than the publisher's. Keys and the header
-        ``event_id`` are always there.
+        """The messages of the topic, in order per key, read without the publisher. Keys and the header ``event_id`` are
+        always present.
         """
 
     async def go_away(self) -> None:
@@ -65,7 +65,7 @@ class World(ABC):
         raise NotImplementedError
 
     async def come_back(self) -> None:
-        """Make it available again, with all that it had stored."""
+        """Make it available again, with all stored messages."""
         raise NotImplementedError
 
     async def unwelcome(self, topic: str, key: str, number: int) -> Message:
@@ -73,7 +73,7 @@ class World(ABC):
         raise NotImplementedError
 
     async def lose_answer(self) -> None:
-        """Let the next request arrive, and the answer to it be lost."""
+        """Let the next request arrive, and lose the answer."""
         raise NotImplementedError
 
     def needs(self, feature: Feature) -> None:
@@ -83,7 +83,9 @@ class World(ABC):
 
 
 class PublisherContract:
-    """The promises of `Publisher`. Requests have up to twenty messages, and in one test as many as it says it takes."""
+    """The promises of `Publisher`. Requests have up to twenty messages, in one test as many as the publisher
+    accepts.
+    """
 
     # -- capabilities and preflight ------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class PublisherContract:
         world.needs(Feature.OUTAGES)
         topic = await world.new_topic()
         await world.go_away()
-        with pytest.raises(OSError):  # noqa: PT011  a TimeoutError is one, too; what they say is their own
+        with pytest.raises(OSError):  # noqa: PT011  a TimeoutError is one, too; messages are the transport's own
             await answer(world.publisher.open(new_producer(), [topic]))
         await world.come_back()
 
@@ -247,7 +249,7 @@ class PublisherContract:
             mine = [index for index, each in enumerate(sent) if each.key == key]
             accepted = [index for index in mine if index in {*outcome.accepted}]
             assert accepted == mine[: len(accepted)], f"not a prefix of {key}"
-        # The others can go, under new numbers; the rejected one, and the one behind it, are nowhere.
+        # The others can be sent, under new numbers; the rejected one, and the one behind it, are nowhere.
         kept_back = [sent[index] for index in (0, 1, 4, 5) if index not in {*outcome.accepted}]
         await world.publisher.open(producer, [topic])
         for number, each in enumerate(kept_back, 10):
@@ -333,28 +335,28 @@ class PublisherContract:
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     async def opened(self, world: World) -> tuple[str, str]:
-        """A producer, and a new topic that it is open for."""
+        """A producer and a new topic, open for each other."""
         producer, topic = new_producer(), await world.new_topic()
         await answer(world.publisher.open(producer, [topic]))
         return producer, topic
 
     async def attempt(self, world: World, producer: str, request: Sequence[Message]) -> Outcome:
-        """Send as a relay does: an error is unknown."""
+        """Send as a relay does: an error means unknown."""
         try:
             return await answer(world.publisher.send(producer, request))
         except Exception as error:
             return Outcome((), unfinished=Verdict.UNKNOWN, reason=repr(error))
 
     async def deliver(self, world: World, producer: str, request: Sequence[Message]) -> None:
-        """Send what must be accepted, and find it on its topics."""
+        """Send messages that must be accepted, and find them on their topics."""
         outcome = await answer(world.publisher.send(producer, request))
         assert {*outcome.accepted} == {*range(len(request))}, outcome
         assert (list(outcome.rejected), list(outcome.duplicates), outcome.unfinished) == ([], [], None)
         await self.arrived(world, request)
 
     async def recover(self, world: World, producer: str, request: Sequence[Message]) -> None:
-        """Send a request of one topic again until all of it is stored, as a relay does: what the topic was given last
-        is sent alone, and if it is accepted then everything up to there is stored.
+        """Repeat a request of one topic until all of it is stored, as a relay does. The message with the topic's last
+        number is sent alone; if it is accepted, everything up to it is stored.
         """
         deadline = clock.current().monotonic() + PATIENCE
         while clock.current().monotonic() < deadline:
@@ -374,8 +376,8 @@ class PublisherContract:
         pytest.fail("it was never accepted")
 
     async def arrived(self, world: World, sent: Sequence[Message], *, copies: bool = False) -> None:
-        """Find these messages on their topics, per key in order. With ``copies`` there may be more of them, unless the
-        transport numbers.
+        """Find these messages on their topics, in order per key. With ``copies``, there may be duplicates, unless the
+        transport is numbered.
         """
         for topic in {each.topic for each in sent}:
             expected = by_key(each for each in sent if each.topic == topic)
@@ -385,7 +387,7 @@ class PublisherContract:
                 assert (list(dict.fromkeys(found[key])) if once else found[key]) == wanted
 
     async def read(self, world: World, topic: str, expected: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
-        """The event ids of the topic, as soon as these are among them."""
+        """The event ids of the topic, once these are among them."""
         deadline = clock.current().monotonic() + PATIENCE
         while clock.current().monotonic() < deadline:
             found = by_key(await world.read(topic))
@@ -408,7 +410,7 @@ class PublisherContract:
 
 
 async def answer(call: Awaitable[_Answer]) -> _Answer:
-    """What the call answers; none at all fails the test."""
+    """The answer of a call. Without one, the test fails."""
     task = asyncio.ensure_future(call)
     done, _ = await asyncio.wait({task}, timeout=PATIENCE)
     if not done:
@@ -418,14 +420,14 @@ async def answer(call: Awaitable[_Answer]) -> _Answer:
 
 
 def new_producer() -> str:
-    """A name that nobody has used."""
+    """A new producer name."""
     return f"producer-{uuid4().hex}"
 
 
 def message(
     topic: str, key: str, number: int = 0, *, body: bytes = b"{}", headers: Mapping[str, str] | None = None
 ) -> Message:
-    """A message with an event id of its own."""
+    """A message with a new event id."""
     known = {"event_id": str(uuid4()), "event_type": "orders.order.placed", "tenant_id": "acme"}
     return Message(topic, key, body, {**known, **(headers or {})}, number)
 

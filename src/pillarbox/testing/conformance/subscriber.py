@@ -1,4 +1,4 @@
-"""What every `Subscriber` must do, one test per promise.
+"""The contract of `Subscriber`, one test per promise.
 
 Bind it by a subclass with a ``world`` fixture::
 
@@ -22,21 +22,21 @@ from .publisher import PATIENCE, answer, by_key, message, messages
 
 
 class World(ABC):
-    """A subscriber, and the means to give its broker something to deliver."""
+    """A subscriber, and the means to fill its topics."""
 
     subscriber: Subscriber
 
     @abstractmethod
     async def new_topic(self) -> str:
-        """A topic that was never used, ready to be subscribed to."""
+        """A new topic, ready for subscriptions."""
 
     @abstractmethod
     async def publish(self, messages: Iterable[Message]) -> None:
-        """Put messages on their topics, in this order per key."""
+        """Publish messages on their topics, in order per key."""
 
 
 class Join(Protocol):
-    """Makes a member of a group. Groups belong to the test; all members leave at its end."""
+    """Adds a member to a group. Groups belong to the test; all members leave at its end."""
 
     async def __call__(self, *topics: str, group: str = "group") -> Subscription: ...
 
@@ -57,7 +57,7 @@ class SubscriberContract:
         for member in members:
             await answer(member.close())
 
-    # -- receiving -----------------------------------------------------------------------------------------------------
+    # -- receive -------------------------------------------------------------------------------------------------------
 
     async def test_messages_are_received_exactly(self, world: World, join: Join) -> None:
         member = await join(topic := await world.new_topic())
@@ -67,7 +67,7 @@ class SubscriberContract:
         found = received.message
         assert (found.topic, found.key, found.body) == (sent.topic, sent.key, sent.body)
         assert {name: found.headers.get(name) for name in sent.headers} == sent.headers
-        assert received.attempt == 1  # a hint, which is right on the first delivery at least
+        assert received.attempt == 1  # a hint, which is right at least on the first delivery
 
     async def test_messages_come_in_order_per_key_and_never_more_than_asked_for(self, world: World, join: Join) -> None:
         member = await join(topic := await world.new_topic())
@@ -81,7 +81,7 @@ class SubscriberContract:
         assert received_by_key(found) == by_key(sent)
 
     async def test_no_more_bytes_are_received_than_asked_for(self, world: World, join: Join) -> None:
-        """But for the message by which they become more."""
+        """Except for the message that exceeds the limit."""
         member = await join(topic := await world.new_topic())
         sent = [message(topic, f"k{number % 7}", number, body=b"x" * 30_000) for number in range(1, 41)]
         await world.publish(sent)
@@ -125,7 +125,7 @@ class SubscriberContract:
         await world.publish([message(one, "a", 1), message(other, "a", 1), message(one, "a", 2)])
         assert sorted(each.message.topic for each in await self.receive(member, 3)) == sorted([one, one, other])
 
-    # -- acknowledging -------------------------------------------------------------------------------------------------
+    # -- acknowledge ---------------------------------------------------------------------------------------------------
 
     async def test_h80_what_is_acknowledged_does_not_come_again(self, world: World, join: Join) -> None:
         member = await join(topic := await world.new_topic())
@@ -205,7 +205,7 @@ class SubscriberContract:
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     async def receive(self, member: Subscription, count: int) -> list[Received]:
-        """That many messages."""
+        """Receive this many messages."""
         found: list[Received] = []
         while len(found) < count:
             found += await answer(member.receive(count - len(found)))
