@@ -92,15 +92,14 @@ class LaneIntake:
 
     async def drain(self, idle: float) -> bool:  # noqa: ARG002  the database knows when there is no more
         """Whether anything was settled."""
-        settled = self._destination.settled
+        destination = self._destination
+        settled = destination.settled
         await self._make_due()
-        with self._destination.draining():
+        with destination.draining():
             while True:
-                began = clock.current().monotonic()
-                await self._make_relay(self._destination).drain()
-                self._destination.forget_due(began - DRAIN_PAUSE)
-                if (rest := self._destination.next_retry()) is None:
-                    return self._destination.settled > settled
+                await self._make_relay(destination).drain()
+                if not (rest := destination.take_rest()):
+                    return destination.settled > settled
                 await asyncio.sleep(rest)
 
 
@@ -134,8 +133,9 @@ class LaneDestination:
         self._ended: dict[Hashable, Trouble] = {}
         """Why messages have failed that were not waited for: it is said when they are offered again."""
         self._patient_until = -math.inf
-        self._due: dict[Line, float] | None = None
-        """In a drain, when the lines that wait for another try are due."""
+        self._is_draining = False
+        self._rest = 0.0
+        """In a drain, after how many seconds all lines are due that are worth another try."""
 
     def at_hand(self) -> list[Work]:
         """What is being handled."""
@@ -148,22 +148,19 @@ class LaneDestination:
     @contextmanager
     def draining(self) -> Iterator[None]:
         """Leave messages that fail again and again, and say when others are to be tried again."""
-        self._due = {}
+        was_draining, self._is_draining, self._rest = self._is_draining, True, 0.0
         self._tries.clear()
         try:
             yield
         finally:
-            self._due = None
+            self._is_draining = was_draining
 
-    def forget_due(self, before: float) -> None:
-        """What was due by then and was not offered is discarded, paused, or in the hands of another process."""
-        if self._due is not None:
-            self._due = {line: due for line, due in self._due.items() if due >= before}
-
-    def next_retry(self) -> float | None:
-        """Seconds until a line is to be tried again in this drain; None if none is."""
-        soonest = min(self._due.values(), default=math.inf) if self._due else math.inf
-        return None if soonest == math.inf else max(0.01, soonest - clock.current().monotonic())
+    def take_rest(self) -> float:
+        """After how many seconds lines are to be tried again that were put off since this was last asked; 0 if there
+        are none. What is discarded then, paused, or in the hands of another process is not waited for again.
+        """
+        rest, self._rest = self._rest, 0.0
+        return rest
 
     def preflight(self, message: Message) -> str | None:  # noqa: ARG002  a consumer looks at everything
         return None
@@ -202,7 +199,7 @@ class LaneDestination:
     @property
     def _patience(self) -> float | None:
         """Seconds for which a request waits for handlers; None in a drain, which has time."""
-        if self._due is not None:
+        if self._is_draining:
             return None
         if clock.current().monotonic() < self._patient_until:
             return PATIENT
@@ -223,15 +220,12 @@ class LaneDestination:
                 continue
             tenant = free[0].tenant
             if not self._progress.may_try(tenant):
-                answers.put_off(free, self._rest_of(free), _TENANT_HELD)
+                answers.put_off(free, self._rest_of(tenant), _TENANT_HELD)
                 continue
             async with self._hands.one(tenant):
                 if answers.closed:
                     return
                 self._at_work[task] = free
-                if self._due is not None:
-                    for work in free:
-                        self._due.pop(work.line, None)
                 try:
                     processed = await self._processor.process(free)
                 finally:
@@ -252,14 +246,14 @@ class LaneDestination:
             return
         for work, trouble in processed.failed:
             if trouble.failure is Failure.TRANSIENT:
-                answers.put_off([work], self._later([work]), trouble.reason)
+                answers.put_off([work], self._later(work), trouble.reason)
             else:
                 await self._refuse([(work, trouble)], answers)
         answers.settle(processed.settled)
         if processed.away:
             answers.away = processed.away
         elif left := [work for work in processed.left if not answers.stops(work)]:
-            answers.put_off(left, self._rest_of(left), _TENANT_HELD)
+            answers.put_off(left, self._rest_of(left[0].tenant), _TENANT_HELD)
 
     def _unreadable(self, answers: _Answers) -> list[tuple[Work, Trouble]]:
         """Messages that were spilled because they could not be read, and still cannot: there is nothing to be tried.
@@ -292,28 +286,26 @@ class LaneDestination:
     def _is_last(self, work: Work, trouble: Trouble) -> bool:
         return trouble.failure is not Failure.UNKNOWN or self._retry.exhausted(work.message.attempts + 1)
 
-    def _later(self, works: Sequence[Work]) -> float:
-        """When the lines of these, which have failed for now, may be offered again."""
-        longest = 0.0
-        for line in dict.fromkeys(work.line for work in works):
-            tries = self._tries[line] = self._tries.pop(line, 0) + 1
-            if len(self._tries) > _TRIES_KEPT:
-                del self._tries[next(iter(self._tries))]
-            longest = max(longest, self._noted(line, self._retry.delay(tries), tries))
-        return longest
+    def _later(self, work: Work) -> float:
+        """When the line of this, which has failed for now, may be offered again."""
+        tries = self._tries[work.line] = self._tries.pop(work.line, 0) + 1
+        if len(self._tries) > _TRIES_KEPT:
+            del self._tries[next(iter(self._tries))]
+        return self._waits(self._retry.delay(tries), tries)
 
-    def _rest_of(self, works: Sequence[Work]) -> float:
+    def _rest_of(self, tenant: str | None) -> float:
         """The same for lines that were not tried: when their tenant may be."""
-        rest = self._progress.rest_of(works[0].tenant) + HELD_PAUSE
-        return max(self._noted(work.line, rest, self._progress.probes_of(work.tenant)) for work in works)
+        return self._waits(self._progress.rest_of(tenant) + HELD_PAUSE, self._progress.probes_of(tenant))
 
-    def _noted(self, line: Line, wait: float, tries: int) -> float:
-        """A drain does not wait for what was tried often enough."""
-        if self._due is None:
-            return wait
-        wait = min(wait, DRAIN_PAUSE) if tries < STALLED else LEFT
-        self._due[line] = clock.current().monotonic() + wait if tries < STALLED else math.inf
-        return wait
+    def _waits(self, seconds: float, tries: int) -> float:
+        """How long a line waits that was tried so often. A drain leaves it in the end."""
+        if not self._is_draining:
+            return seconds
+        if tries >= STALLED:
+            return LEFT
+        seconds = min(seconds, DRAIN_PAUSE)
+        self._rest = max(self._rest, seconds)
+        return seconds
 
     async def close(self, producer: str | None = None) -> None:
         """What is being handled goes on: who has its lane next finds in the inbox what became of it."""

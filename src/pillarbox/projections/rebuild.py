@@ -39,6 +39,7 @@ from ..redaction import described, redacted
 from ..retry import RetryPolicy
 from ..stores import claims, sqlite
 from ..stores import inbox as stored
+from ..stores.forgetting import forget_inbox
 from ..stores.pool import with_own_pool
 from ..stores.tables import inbox as inbox_table
 from ..transport import History, Message, Rereads, spellings_of
@@ -189,7 +190,7 @@ class Rebuild:
         """Delete the rows of the generations before and after the live one from the inbox; the number of that one."""
         live: int = await self._apart(stored.generation_of, self.name)
         for other in {live - 1, live + 1} - {0}:
-            while await self._apart(stored.forget, consumer_id(self.name, other), CLEARED_AT_ONCE):
+            while await self._apart(forget_inbox, consumer_id(self.name, other), CLEARED_AT_ONCE):
                 pass
         return live
 

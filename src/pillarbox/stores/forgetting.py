@@ -69,9 +69,6 @@ def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, in
     for what, statement, values in _portions(connection, this):
         if gone := connection.execute(statement, {**values, "limit": AT_ONCE}).rowcount:
             return what, gone
-    for generation in _numbers(this.record):
-        if gone := stored.forget(connection, generation, AT_ONCE):
-            return "inbox", gone
     for route in this.routes:
         connection.execute(delete(lanes).where(lanes.c.route == route.id))
         connection.execute(delete(routes).where(routes.c.id == route.id))
@@ -142,7 +139,7 @@ def _is_of(connection: Connection, route: RouteRecord) -> ColumnElement[bool]:
 
 
 def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, TextClause, Mapping[str, Any]]]:
-    """The deletions in their order, beginning with the rows that can take effect."""
+    """The deletions in their order, beginning with the rows that can take effect. The inbox is the last."""
     dialect, postgres = connection.dialect.name, _is_postgres(connection)
     number = consumer_id(this.record.name)
     yield (
@@ -160,6 +157,20 @@ def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, Text
         yield "deliveries", _delete(dialect, route.table, "id", unsent), values
         if postgres:
             yield "journal", _delete(dialect, "pillarbox_journal", "", of_route), values
+    for generation in _numbers(this.record):
+        yield "inbox", _delete_inbox(dialect), {"consumer": generation}
+
+
+def forget_inbox(connection: Connection, consumer: int, limit: int) -> int:
+    """Delete up to ``limit`` rows of a generation that is not the live one; how many they were. No claim is about them:
+    what waits belongs to the live one.
+    """
+    gone = connection.execute(_delete_inbox(connection.dialect.name), {"consumer": consumer, "limit": limit})
+    return int(gone.rowcount)
+
+
+def _delete_inbox(dialect: str) -> TextClause:
+    return _delete(dialect, "pillarbox_inbox", "consumer, tenant, event_id", "consumer = :consumer")
 
 
 @cache

@@ -9,7 +9,7 @@ never each for the other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from ..errors import StoreError
 from ..inbox import Admission, Admitted, Arrival, Claim, Spill, consumer_id
 from ..outbox import stable_hash
-from .append import explained, insert_missing
+from .append import explain, explained, insert_missing
 from .claims import is_claimed
 from .columns import from_now
 from .tables import claims as claims_table
@@ -56,8 +56,11 @@ class SqlInbox:
         if not first:
             return Admitted(())
         place = {"consumer": consumer, "tenant": tenant or "", "claims": claims}
-        with explained():
-            seen, gated = _WRITE[connection.dialect.name](connection, place, [*first.values()], lines)
+        try:
+            seen, gated = _write(connection, place, [*first.values()], lines)
+        except DBAPIError as error:
+            explain(error)
+            raise
         if not seen and len(first) == len(arrivals):
             return Admitted([Admission.NEW] * len(arrivals), gated)
         return Admitted(admissions(seen, arrivals), gated)
@@ -119,42 +122,55 @@ def admissions(seen: Mapping[UUID, Seen], arrivals: Sequence[Arrival]) -> list[A
     return answers
 
 
-_Written = tuple[Mapping[UUID, Seen], Collection[int]]
-"""What was there before, and the lines that are gated."""
-
-
-# -- PostgreSQL --------------------------------------------------------------------------------------------------------
-
-
-def _write_postgres(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
-) -> _Written:
-    """Insert what is new, and ask whether there is any gate, in one statement."""
-    arrays = {
-        "event_ids": [arrival.event_id for arrival in arrivals],
-        "versions": [arrival.schema_version for arrival in arrivals],
-        "digests": [arrival.digest for arrival in arrivals],
-    }
-    number, new, has_gates = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
-    if number == len(arrivals) and not has_gates:
-        return {}, ()
-    # Who refused a row may have committed after our statement began, and a claim with it: only a new one sees that.
-    wanted = [*lines()]
-    gated = connection.execute(_GATED_ARRAY, {**place, "lines": wanted}).scalar_one() if wanted else ()
-    if number == len(arrivals):
-        return {}, gated
-    missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in {*(new or ())}}
-    return _seen(connection.execute(_STORED_ARRAY, {**place, "event_ids": [*missing]}).all(), missing), gated
-
-
+_Place = Mapping[str, Any]
+"""The numbers of the consumer, for its inbox and its claims, and the tenant."""
+_Seen = dict[UUID, Seen]
+_Rows = Sequence[Any]
 _KEY = "consumer, tenant, event_id"
 _COLUMNS = f"{_KEY}, schema_version, digest"
+
+
+def _write(
+    connection: Connection, place: _Place, arrivals: Sequence[Arrival], lines: _Lines
+) -> tuple[_Seen, Collection[int]]:
+    """Insert what is new; what was there before, and the lines that are gated."""
+    seen, may_be_gated = _INSERT[connection.dialect.name](connection, place, arrivals)
+    # Who refused a row may have committed after our statement began, and a claim with it: only a new one sees that.
+    wanted = [*lines()] if seen or may_be_gated else ()
+    if not wanted:
+        return seen, ()
+    asked = {**place, "lines": wanted}
+    if connection.dialect.name == "postgresql":
+        return seen, connection.execute(_GATED_ARRAY, asked).scalar_one()
+    return seen, connection.scalars(_GATED, asked).all()
+
+
+_GATED = text("""
+SELECT DISTINCT line FROM pillarbox_claims WHERE consumer = :claims AND line IN :lines AND gate
+""").bindparams(bindparam("lines", expanding=True))
 # A line may have many claims, and few that gate: an index has only those.
 _GATED_ARRAY = text("""
 SELECT ARRAY(SELECT l.line FROM unnest(CAST(:lines AS bigint[])) AS l(line)
              WHERE (SELECT c.gate FROM pillarbox_claims c
                     WHERE c.consumer = CAST(:claims AS bigint) AND c.line = l.line AND c.gate LIMIT 1))
 """)
+
+
+def _insert_postgres(connection: Connection, place: _Place, arrivals: Sequence[Arrival]) -> tuple[_Seen, bool]:
+    """Insert what is new, and ask whether there is any gate, in one statement; what was there before."""
+    arrays = {
+        "event_ids": [arrival.event_id for arrival in arrivals],
+        "versions": [arrival.schema_version for arrival in arrivals],
+        "digests": [arrival.digest for arrival in arrivals],
+    }
+    number, new, has_gates = connection.execute(_INSERT_ARRAYS, {**place, **arrays, "count": len(arrivals)}).one()
+    if number == len(arrivals):
+        return {}, bool(has_gates)
+    refused = _without(arrivals, {*(new or ())})
+    asked = {**place, "event_ids": [arrival.event_id for arrival in refused]}
+    return _or_pruned(connection.execute(_STORED_ARRAY, asked).all(), refused), True
+
+
 # One text for any number of rows, with few parameters: drivers prepare it once, and no limit of theirs is near. The ids
 # come back only if some are missing.
 _INSERT_ARRAYS = text(f"""
@@ -182,23 +198,16 @@ CROSS JOIN LATERAL (
 ) i
 """)
 
-# -- SQLite ------------------------------------------------------------------------------------------------------------
 
-
-def _write_sqlite(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
-) -> _Written:
+def _insert_sqlite(connection: Connection, place: _Place, arrivals: Sequence[Arrival]) -> tuple[_Seen, bool]:
     """The same. JSON has no bytes: the digests, which are all of one length, come as one value."""
     rows = json.dumps([(arrival.event_id.hex, arrival.schema_version) for arrival in arrivals])
     digests = b"".join(arrival.digest for arrival in arrivals)
     new = {UUID(found) for found in connection.scalars(_INSERT_JSON, {**place, "rows": rows, "digests": digests})}
-    wanted = [*lines()]
-    gated = connection.scalars(_GATED_JSON, {**place, "lines": json.dumps(wanted)}).all() if wanted else ()
-    missing = {arrival.event_id: arrival for arrival in arrivals if arrival.event_id not in new}
-    if not missing:
-        return {}, gated
-    ids = json.dumps([event_id.hex for event_id in missing])
-    return _seen(connection.execute(_STORED_JSON, {**place, "event_ids": ids}).all(), missing), gated
+    if refused := _without(arrivals, new):
+        return _or_pruned(_stored(connection, place, refused), refused), True
+    has_claims = place["claims"] != 0
+    return {}, has_claims and connection.scalar(_HAS_GATES, place) is not None
 
 
 _INSERT_JSON = text(f"""
@@ -208,53 +217,34 @@ SELECT :consumer, :tenant, json_extract(t.value, '$[0]'), json_extract(t.value, 
 FROM json_each(:rows) AS t WHERE true
 ON CONFLICT DO NOTHING RETURNING event_id
 """)  # noqa: S608  constants
-_GATED_JSON = text("""
-SELECT l.value FROM json_each(:lines) l
-WHERE EXISTS (SELECT 1 FROM pillarbox_claims c WHERE c.consumer = :claims AND c.line = l.value AND c.gate)
-""")
-_STORED_JSON = text("""
-SELECT event_id, schema_version, digest FROM pillarbox_inbox
-WHERE consumer = :consumer AND tenant = :tenant AND event_id IN (SELECT value FROM json_each(:event_ids))
-""")
+_HAS_GATES = text("SELECT line FROM pillarbox_claims WHERE consumer = :claims AND gate LIMIT 1")
 
 
-def _seen(rows: Sequence[Any], refused: Mapping[UUID, Arrival]) -> dict[UUID, Seen]:
-    stored = {UUID(str(event_id)): (version, bytes(digest)) for event_id, version, digest in rows}
-    # What was pruned in between had been handled: it is taken for what has come now.
-    return {event_id: stored.get(event_id, (each.schema_version, each.digest)) for event_id, each in refused.items()}
-
-
-# -- MariaDB and MySQL -------------------------------------------------------------------------------------------------
-
-
-def _write_mysql(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], lines: _Lines
-) -> _Written:
+def _insert_mysql(connection: Connection, place: _Place, arrivals: Sequence[Arrival]) -> tuple[_Seen, bool]:
     """Insert what is new. MySQL cannot say which rows of a statement it has left out, so it must refuse all of them; it
-    then takes back what the statement has done.
+    then takes back what the statement has done. Nor has it an index of gates alone: there may be some.
     """
     left = sorted(arrivals, key=lambda arrival: arrival.event_id.int)
-    seen: dict[UUID, Seen] = {}
+    seen: _Seen = {}
     current = False
     while left:
         try:
-            _insert_mysql(connection, place, left)
+            _insert_values(connection, place, left)
         except IntegrityError as error:
-            if _number(error) != _MYSQL_DUPLICATE:
+            if error.orig is None or error.orig.args[0] != _MYSQL_DUPLICATE:
                 raise
         else:
             break
-        found = _stored_mysql(connection, place, left, current=current)
+        found = {row.event_id: _as_seen(row) for row in _stored(connection, place, left, current=current)}
         # An older snapshot may not show what has refused us. A locking read does, but it locks gaps, too, into which
         # others want to insert: only if the plain one has found nothing.
         current = not found
         seen |= found
-        left = [arrival for arrival in left if arrival.event_id not in found]
-    wanted = [*lines()]
-    return seen, connection.scalars(_GATED_MYSQL, {**place, "lines": wanted}).all() if wanted else ()
+        left = _without(left, found)
+    return seen, True
 
 
-def _insert_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival]) -> None:
+def _insert_values(connection: Connection, place: _Place, arrivals: Sequence[Arrival]) -> None:
     as_stored: Any = inbox.c.event_id.type.dialect_impl(connection.dialect).bind_processor(connection.dialect)
     consumer, tenant = place["consumer"], place["tenant"].encode()
     values: list[Any] = []
@@ -265,62 +255,49 @@ def _insert_mysql(connection: Connection, place: Mapping[str, Any], arrivals: Se
     connection.exec_driver_sql(f"INSERT INTO pillarbox_inbox ({_COLUMNS}) VALUES {rows}", tuple(values))  # noqa: S608
 
 
-def _stored_mysql(
-    connection: Connection, place: Mapping[str, Any], arrivals: Sequence[Arrival], *, current: bool
-) -> dict[UUID, Seen]:
+_INSERT = {
+    "postgresql": _insert_postgres,
+    "sqlite": _insert_sqlite,
+    "mysql": _insert_mysql,
+    "mariadb": _insert_mysql,
+}
+
+
+def _stored(connection: Connection, place: _Place, arrivals: Sequence[Arrival], *, current: bool = False) -> _Rows:
     stored = select(inbox.c.event_id, inbox.c.schema_version, inbox.c.digest).where(
         inbox.c.consumer == place["consumer"],
         inbox.c.tenant == place["tenant"],
         inbox.c.event_id.in_([arrival.event_id for arrival in arrivals]),
     )
-    rows = connection.execute(stored.with_for_update(read=True) if current else stored).all()
-    return {event_id: (version, bytes(digest)) for event_id, version, digest in rows}
+    return connection.execute(stored.with_for_update(read=True) if current else stored).all()
 
 
-_GATED_MYSQL = text("""
-SELECT DISTINCT line FROM pillarbox_claims WHERE consumer = :claims AND line IN :lines AND gate
-""").bindparams(bindparam("lines", expanding=True))
-_WRITE = {
-    "postgresql": _write_postgres,
-    "sqlite": _write_sqlite,
-    "mysql": _write_mysql,
-    "mariadb": _write_mysql,
-}
+def _or_pruned(rows: _Rows, refused: Sequence[Arrival]) -> _Seen:
+    """What refused these. What was pruned in between had been handled: it is taken for what has come now."""
+    stored = {UUID(str(row.event_id)): _as_seen(row) for row in rows}
+    return {each.event_id: stored.get(each.event_id, (each.schema_version, each.digest)) for each in refused}
 
 
-def _number(error: DBAPIError) -> Any:
-    arguments = getattr(error.orig, "args", ())
-    return arguments[0] if arguments else None
+def _as_seen(row: Any) -> Seen:
+    return row.schema_version, bytes(row.digest)
 
 
-# -- pruning -----------------------------------------------------------------------------------------------------------
-
-_HAS_NO_CLAIM = "NOT EXISTS (SELECT 1 FROM pillarbox_claims c WHERE c.inbox_id = pillarbox_inbox.event_id)"
-
-
-def _deletes(these: str) -> dict[str, str]:
-    """Statements that delete the rows which a condition with a limit finds."""
-    # PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
-    places = f"SELECT ctid FROM pillarbox_inbox WHERE at > '-infinity' AND {these}"  # noqa: S608  constants
-    by_key = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {these})"  # noqa: S608  constants
-    found = {"postgresql": f"ctid = ANY (ARRAY({places}))", "sqlite": by_key, "mysql": these, "mariadb": these}
-    return {dialect: f"DELETE FROM pillarbox_inbox WHERE {rows}" for dialect, rows in found.items()}  # noqa: S608
+def _without(arrivals: Sequence[Arrival], known: Container[UUID]) -> list[Arrival]:
+    return [arrival for arrival in arrivals if arrival.event_id not in known]
 
 
+_THESE = """
+consumer = :consumer AND at < :before
+AND NOT EXISTS (SELECT 1 FROM pillarbox_claims c WHERE c.inbox_id = pillarbox_inbox.event_id)
+ORDER BY at LIMIT :limit
+"""
+_BY_KEY = f"({_KEY}) IN (SELECT {_KEY} FROM pillarbox_inbox WHERE {_THESE})"  # noqa: S608  constants
+# PostgreSQL goes straight to the places of the rows: by their keys it might rather walk over the whole table.
+_BY_PLACE = f"ctid = ANY (ARRAY(SELECT ctid FROM pillarbox_inbox WHERE at > '-infinity' AND {_THESE}))"  # noqa: S608
 _PRUNE = {
-    dialect: text(statement).bindparams(bindparam("before", type_=inbox.c.at.type))
-    for dialect, statement in _deletes(
-        f"consumer = :consumer AND at < :before AND {_HAS_NO_CLAIM} ORDER BY at LIMIT :limit"
-    ).items()
+    dialect: text(f"DELETE FROM pillarbox_inbox WHERE {rows}").bindparams(bindparam("before", type_=inbox.c.at.type))  # noqa: S608
+    for dialect, rows in {"postgresql": _BY_PLACE, "sqlite": _BY_KEY, "mysql": _THESE, "mariadb": _THESE}.items()
 }
-_FORGET = {dialect: text(statement) for dialect, statement in _deletes("consumer = :consumer LIMIT :limit").items()}
-
-
-def forget(connection: Connection, consumer: int, limit: int) -> int:
-    """Delete up to ``limit`` rows of a generation that is not the live one; how many they were. No claim is about them:
-    what waits belongs to the live one.
-    """
-    return int(connection.execute(_FORGET[connection.dialect.name], {"consumer": consumer, "limit": limit}).rowcount)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -470,12 +447,11 @@ def consumers(connection: Connection) -> list[ConsumerRecord]:
     """All that were ever registered, by their names."""
     with explained():
         rows = connection.execute(select(consumers_table).order_by(consumers_table.c.name)).all()
-    return [_record(row) for row in rows]
-
-
-def _record(row: Any) -> ConsumerRecord:
-    values = {name: getattr(row, name) for name in ConsumerRecord.__struct_fields__}
-    return ConsumerRecord(**{**values, "topics": tuple(json.loads(row.topics))})
+    names = ConsumerRecord.__struct_fields__
+    return [
+        ConsumerRecord(**{name: row._mapping[name] for name in names} | {"topics": tuple(json.loads(row.topics))})
+        for row in rows
+    ]
 
 
 def read_committed(connection: Connection) -> None:
