@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, cast
@@ -538,11 +538,6 @@ class Pillarbox:
         """Whether the database has one writer at a time."""
         return self.engine.dialect.name == "sqlite"
 
-    @property
-    def turn(self) -> AbstractAsyncContextManager[object]:
-        """What an effect waits for if relays use the only connection, too."""
-        return only_turn(self.engine) or nullcontext()
-
     def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:
         """A relay for the lanes of a consumer: those of the outbox, or the inbound ones."""
         if isinstance(self.engine.pool, StaticPool):
@@ -645,6 +640,8 @@ class Pillarbox:
 
     def _use(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self.turn = only_turn(engine) or nullcontext()
+        """What an effect waits for if relays use the only connection, too."""
         self._store = store_on(engine)
         self.inbound = store_on(engine, INBOUND)
         self._outbox.configure_transactions(engine.sync_engine)

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
@@ -115,6 +116,7 @@ class Inbox(Protocol):
         ...
 
 
+@lru_cache(maxsize=1024)
 def consumer_id(name: str, generation: int = 1) -> int:
     """The number of a consumer in the inbox. A rebuilt projection is another generation, which starts afresh."""
     return stable_hash(name if generation == 1 else f"{name}@{generation}")

@@ -202,6 +202,7 @@ def _surely_not_async(method: object) -> bool:
     return not any(each in returns for each in ("Awaitable", "Coroutine", "Future", "Task"))
 
 
+@lru_cache(maxsize=1024)
 def topic_pattern(topic: str) -> re.Pattern[str] | None:
     """What the topics look like that a template, as routes have it, may come to, with a group for each placeholder;
     None if it is a plain name.

@@ -119,7 +119,7 @@ class TestConsumers:
     async def test_two_names_with_one_number_are_told(
         self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pillarbox.stores.inbox.stable_hash", lambda _name: 7)
+        monkeypatch.setattr("pillarbox.stores.inbox.consumer_id", lambda _name: 7)
         await register(engine, "one")
         with pytest.raises(StoreError, match="'one' and 'other' have the same number"):
             await register(engine, "other")

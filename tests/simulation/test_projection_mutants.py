@@ -15,8 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pillarbox import IntegrationEvent, Pillarbox
 from pillarbox.codecs import Codecs
-from pillarbox.consumers.handling import Incoming
-from pillarbox.consumers.reading import Reader
+from pillarbox.consumers.handling import Incoming, Reader
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, Tally, on, projection
 from pillarbox.projections.change import Position, RowState
 from pillarbox.projections.rows import Rows

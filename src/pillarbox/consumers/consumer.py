@@ -38,14 +38,13 @@ from ..transport import Redelivers, Subscriber, spellings_of
 from . import lives
 from .dead_letters import DeadLetterRoute
 from .failure import Failure, classify
-from .handling import Effects, Handlers
+from .handling import Effects, Handlers, Reader
 from .hands import Hands
 from .home import OUTBOX, Home
 from .intake import Flow, Intake, SubscriptionIntake
 from .lanes import LaneDestination, LaneIntake
 from .processing import Processor
 from .progress import Progress
-from .reading import Reader
 from .report import FULL_LANES, NO_DATABASE, NO_HOUSEKEEPING, ConsumerReport, Tally
 from .spilling import Spiller
 from .window import Work

@@ -23,11 +23,10 @@ from ..inbox import Admission, Arrival, Inbox
 from ..redaction import described, redacted, text_of
 from ..transport import Message
 from .failure import Failure, classify
-from .handling import Effects, EventsFailedError, Incoming
+from .handling import Effects, EventsFailedError, Incoming, Reader
 from .home import Home
 from .identity import KnownBy, altered, arrival_in, arrival_of, why_altered
 from .progress import Progress
-from .reading import Reader
 from .report import ConsumerReport
 from .spilling import Spilled, Spiller, hash_of_line
 from .window import Line, Work

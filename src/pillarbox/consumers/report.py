@@ -112,7 +112,7 @@ class ConsumerReport:
 
     def begins(self) -> None:
         """A counter that is not there before it first rises is seen to rise by nobody."""
-        if self._signals:
+        if self._signals.observers:
             for metric in (telemetry.HANDLED, telemetry.DUPLICATES, telemetry.STALE, telemetry.GAPS):
                 self._signals.count(metric, self._labels, 0)
             for failure in Failure:
@@ -147,7 +147,7 @@ class ConsumerReport:
         if new:
             last = new[-1].context
             self.position = Position(last.event_id, last.occurred_at)
-        if not self._signals:
+        if not self._signals.observers:
             return
         if duplicates:
             self._signals.count(telemetry.DUPLICATES, self._labels, duplicates)
@@ -160,7 +160,7 @@ class ConsumerReport:
     def left_out(self, amounts: LeftOut) -> None:
         """A projection had seen later events than these, or not their predecessors."""
         self.version_lag = amounts.version_lag  # back to 0 when no gap was found
-        if self._signals and amounts != _NOTHING:
+        if self._signals.observers and amounts != _NOTHING:
             self._signals.count(telemetry.STALE, self._labels, amounts.stale)
             self._signals.count(telemetry.GAPS, self._labels, amounts.gaps)
 
@@ -174,7 +174,7 @@ class ConsumerReport:
     def failed(self, message: Message, failure: Failure, reason: str, error: BaseException) -> None:
         """An attempt has failed."""
         self.tally.failures += 1
-        if self._signals:
+        if self._signals.observers:
             self._signals.count(telemetry.HANDLING_FAILED, (*self._labels, failure.value))
         logger.debug("consumer %s failed", self._consumer, exc_info=error)
         if times := self._lines.due((failure, type(error), message.headers.get("tenant_id"))):
@@ -190,7 +190,7 @@ class ConsumerReport:
     def spilled(self, number: int) -> None:
         """So many messages wait in an inbound lane now."""
         self.tally.spilled += number
-        if self._signals:
+        if self._signals.observers:
             self._signals.count(telemetry.SPILLED, self._labels, number)
 
     def not_spilled(self, number: int, reason: str) -> None:

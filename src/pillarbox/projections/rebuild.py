@@ -29,9 +29,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from .. import clock
 from ..consumers.consumer import Consumer
 from ..consumers.failure import Failure, classify
-from ..consumers.handling import Incoming
+from ..consumers.handling import Incoming, Reader
 from ..consumers.identity import KnownBy, arrival_in, named_event
-from ..consumers.reading import Reader
 from ..consumers.spilling import work_of
 from ..errors import ConfigurationError, EventError, StoreError
 from ..inbox import Admission, Arrival, Inbox, consumer_id, digest_of

@@ -21,7 +21,6 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from ..errors import StoreError
 from ..inbox import Admission, Admitted, Arrival, Claim, Spill, consumer_id
-from ..outbox import stable_hash
 from .append import explain, explained, insert_missing
 from .claims import is_claimed
 from .columns import from_now
@@ -330,19 +329,23 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
     it at once take turns.
     """
     values: dict[str, Any] = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
-    this = consumers_table.c.id == stable_hash(name)
+    number = consumer_id(name)
+    this = consumers_table.c.id == number
     known = select(consumers_table).where(this)
-    with explained():
+    try:
         found = connection.execute(known).one_or_none()
-        if found is None:
-            insert_missing(connection, consumers_table, [{"id": stable_hash(name), "updated_at": from_now(), **values}])
-            found = connection.execute(known.with_for_update(key_share=True)).one()  # another process's, it may be
-        if found.name != name:
-            raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
-        if any(found._mapping[column] != value for column, value in values.items()):
-            values["updated_at"] = from_now()
-        # Those who hold the generation, one after the other, are not waited for.
-        connection.execute(update(consumers_table).where(this).values(seen_at=from_now(), **values))
+    except DBAPIError as error:
+        explain(error)
+        raise
+    if found is None:
+        insert_missing(connection, consumers_table, [{"id": number, "updated_at": from_now(), **values}])
+        found = connection.execute(known.with_for_update(key_share=True)).one()  # another process's, it may be
+    if found.name != name:
+        raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
+    if any(found._mapping[column] != value for column, value in values.items()):
+        values["updated_at"] = from_now()
+    # Those who hold the generation, one after the other, are not waited for.
+    connection.execute(update(consumers_table).where(this).values(seen_at=from_now(), **values))
     return int(found.generation)
 
 
@@ -365,7 +368,7 @@ def end_life(connection: Connection, name: str, life: str) -> None:
 @contextmanager
 def _lives(connection: Connection, name: str) -> Iterator[list[str]]:
     """Those that are noted; what the block makes of them is noted."""
-    this = consumers_table.c.id == stable_hash(name)
+    this = consumers_table.c.id == consumer_id(name)
     noted = connection.execute(select(consumers_table.c.running).where(this).with_for_update(key_share=True)).scalar()
     lives: list[str] = json.loads(noted) if noted else []
     yield lives
@@ -390,7 +393,7 @@ def report_position(
         "lag": lag,
         "seen_at": from_now(),
     }
-    connection.execute(update(table).where(table.c.id == stable_hash(name)).values(values))
+    connection.execute(update(table).where(table.c.id == consumer_id(name)).values(values))
 
 
 def count_settled(connection: Connection, consumer: ConsumerRecord) -> int:
@@ -418,7 +421,7 @@ def dealt_with(connection: Connection, event_id: UUID) -> list[Known]:
     found = []
     for it in consumers(connection):
         number = consumer_id(it.name, it.generation)
-        asked = {"consumer": number, "claims": stable_hash(it.name), "event_id": event_id}
+        asked = {"consumer": number, "claims": consumer_id(it.name), "event_id": event_id}
         found += [Known(it.name, row.tenant or None, row.at) for row in connection.execute(_DEALT_WITH, asked)]
     return found
 
@@ -464,20 +467,20 @@ def read_committed(connection: Connection) -> None:
 
 def hold_generation(connection: Connection, name: str) -> int:
     """The generation of a projection, which no rebuild changes before the end of this transaction."""
-    this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
+    this = select(consumers_table.c.generation).where(consumers_table.c.id == consumer_id(name))
     # Beside it, others may hold it and may write how far they have come.
     return int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
 
 
 def generation_of(connection: Connection, name: str) -> int:
     """The generation of a projection."""
-    this = select(consumers_table.c.generation).where(consumers_table.c.id == stable_hash(name))
+    this = select(consumers_table.c.generation).where(consumers_table.c.id == consumer_id(name))
     return int(connection.execute(this).scalar_one())
 
 
 def set_generation(connection: Connection, name: str, generation: int) -> None:
     """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such."""
-    this = consumers_table.c.id == stable_hash(name)
+    this = consumers_table.c.id == consumer_id(name)
     connection.execute(select(consumers_table.c.id).where(this).with_for_update())
     changed = update(consumers_table).where(this).values(generation=generation, updated_at=from_now())
     if not connection.execute(changed).rowcount:
