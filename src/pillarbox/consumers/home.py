@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
-from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..codecs import Codecs
-from ..outbox import Appends, Delivery, NewRows, OutboxStore
+from ..collector import Outbox
+from ..outbox import Appends, OutboxStore
 from ..relay import Relay
 from ..route import Router
 from ..telemetry import Signals
@@ -21,22 +21,6 @@ _Found = TypeVar("_Found")
 
 OUTBOX = "outbox"
 """The source of consumers that need no broker."""
-
-
-class Posts(Protocol):
-    """The way into the outbox for deliveries that no session has made."""
-
-    def prepare(self, connection: Connection) -> Any:
-        """Make sure that the database knows our routes."""
-        ...
-
-    def append(self, connection: Connection, deliveries: list[Delivery]) -> None:
-        """Write them, in the connection's transaction."""
-        ...
-
-    def committed(self, rows: NewRows, prepared: Any) -> None:
-        """It has committed."""
-        ...
 
 
 class Inbound(Appends, OutboxStore, Protocol):
@@ -51,7 +35,7 @@ class Home(Protocol):
     codecs: Codecs
 
     @property
-    def posts(self) -> Posts:
+    def posts(self) -> Outbox:
         """Its outbox."""
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Any
 
@@ -31,30 +31,20 @@ class Threads:
             raise TimeoutError("an earlier call has outlived its time-out and is still at work: not called again")
         if len(self._at_work) >= MOST:
             raise TimeoutError(f"{MOST} calls are still at work, most of which have outlived their time-outs")
-        loop, context = asyncio.get_running_loop(), copy_context()
-        answer: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if answer.cancelled():
-                return
-            if error is None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error)
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # it is too late to cancel it
+        context = copy_context()
 
         def work() -> None:
-            result: Any = None
-            error: BaseException | None = None
             try:
-                result = context.run(function)
+                answer.set_result(context.run(function))
             except (StopIteration, GeneratorExit) as stop:  # no future hands them on
                 error = RuntimeError(f"the handler raised {type(stop).__name__}")
                 error.__cause__ = stop
-            except BaseException as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop is closed, and the answer is not awaited
-                loop.call_soon_threadsafe(settle, result, error)
+                answer.set_exception(error)
+            except BaseException as error:
+                answer.set_exception(error)
 
         thread = self._at_work[key] = threading.Thread(target=work, name="pillarbox handler", daemon=True)
         thread.start()
-        return await answer
+        return await asyncio.wrap_future(answer)
