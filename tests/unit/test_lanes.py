@@ -10,6 +10,7 @@ from uuid import UUID
 import pytest
 
 from pillarbox.consumers import lanes
+from pillarbox.consumers.dead_letters import DeadLetterRoute
 from pillarbox.consumers.failure import Failure
 from pillarbox.consumers.hands import Hands
 from pillarbox.consumers.identity import KnownBy, arrival_of
@@ -38,7 +39,17 @@ class Slow:
         return Processed(failed=[*zip(works, troubles, strict=True)])
 
 
-def destination_for(slow: Slow, concurrency: int = 1) -> LaneDestination:
+class SlowCopies:
+    """A dead-letter route whose database takes its time."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def copy(self, failed: Sequence[tuple[Work, Trouble]]) -> None:  # noqa: ARG002  all the same
+        await self.may_end.wait()
+
+
+def destination_for(slow: Slow, concurrency: int = 1, copies: SlowCopies | None = None) -> LaneDestination:
     return LaneDestination(
         cast(Processor, slow),
         progress=Progress(300.0),
@@ -46,7 +57,7 @@ def destination_for(slow: Slow, concurrency: int = 1) -> LaneDestination:
         batch=1,
         grace=10.0,
         retry=RetryPolicy(),
-        dead_letters=None,
+        dead_letters=cast(DeadLetterRoute | None, copies),
     )
 
 
@@ -92,4 +103,23 @@ async def test_what_was_not_waited_for_and_failed_counts_when_it_is_offered_agai
         await asyncio.sleep(0)
     [failed] = (await destination.send("lane", messages)).rejected
     assert (failed.retry_after, failed.reason, failed.final) == (None, "broken", final)
+    assert slow.calls == 1
+
+
+async def test_what_failed_in_time_and_was_copied_too_late_counts_when_it_is_offered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a handler would be called again each time, as long as its database is slow."""
+    monkeypatch.setattr(lanes, "SLOW", 0.01)
+    slow, copies = Slow(Failure.POISON), SlowCopies()
+    slow.may_end.set()
+    destination = destination_for(slow, copies=copies)
+    messages = [Message("orders", "a", b"{}", {"event_id": str(UUID(int=1))})]
+    [put_off] = (await destination.send("lane", messages)).rejected
+    assert put_off.retry_after is not None
+    copies.may_end.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    [failed] = (await destination.send("lane", messages)).rejected
+    assert (failed.retry_after, failed.reason, failed.final) == (None, "broken", True)
     assert slow.calls == 1

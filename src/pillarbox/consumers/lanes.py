@@ -173,7 +173,7 @@ class LaneDestination:
         waited for: it goes on, its key waits, and when it is offered again the inbox knows what became of it.
         """
         answers = _Answers([work_of(message) for message in messages])
-        await self._refuse(self._unreadable(answers), answers)
+        await self._answer(Processed(failed=self._failed_before(answers.works)), answers)
         busy = {work.line for work in self.at_hand()}
         chains = {
             asyncio.ensure_future(self._handle(units, answers, busy)): units
@@ -213,9 +213,6 @@ class LaneDestination:
             if again := [work for work in free if work.line in busy]:
                 answers.put_off(again, SLOW, _STILL_HANDLED)
                 free = [work for work in free if work.line not in busy]
-            if ended := [(work, it) for work in free if (it := self._ended.pop(_offer_of(work), None)) is not None]:
-                await self._answer(Processed(failed=ended), answers)
-                free = [work for work in free if not answers.stops(work)]
             if not free:
                 continue
             tenant = free[0].tenant
@@ -227,10 +224,9 @@ class LaneDestination:
                     return
                 self._at_work[task] = free
                 try:
-                    processed = await self._processor.process(free)
+                    await self._answer(await self._processor.process(free), answers)
                 finally:
                     del self._at_work[task]
-            await self._answer(processed, answers)
             if answers.closed or answers.away:
                 return
 
@@ -239,33 +235,30 @@ class LaneDestination:
             self._tries.pop(work.line, None)
         self.settled += len(processed.settled)
         if answers.closed:
-            for work, trouble in processed.failed:
-                self._ended[_offer_of(work)] = trouble
-                if len(self._ended) > _ENDED_KEPT:
-                    del self._ended[next(iter(self._ended))]
+            self._keep(processed.failed)
             return
         for work, trouble in processed.failed:
             if trouble.failure is Failure.TRANSIENT:
                 answers.put_off([work], self._later(work), trouble.reason)
-            else:
-                await self._refuse([(work, trouble)], answers)
+        await self._refuse([it for it in processed.failed if it[1].failure is not Failure.TRANSIENT], answers)
         answers.settle(processed.settled)
         if processed.away:
             answers.away = processed.away
         elif left := [work for work in processed.left if not answers.stops(work)]:
             answers.put_off(left, self._rest_of(left[0].tenant), _TENANT_HELD)
 
-    def _unreadable(self, answers: _Answers) -> list[tuple[Work, Trouble]]:
-        """Messages that were spilled because they could not be read, and still cannot: there is nothing to be tried.
-        The first of each key.
+    def _failed_before(self, works: Sequence[Work]) -> list[tuple[Work, Trouble]]:
+        """The first of each key, if there is nothing to be tried: it has failed when it was not waited for, or it was
+        spilled because it could not be read, and still cannot.
         """
-        found: dict[Key, tuple[Work, Trouble]] = {}
-        for work in answers.works:
-            if work.known_by is KnownBy.CONTENT and _key(work) not in found:
+        failed: list[tuple[Work, Trouble]] = []
+        for work in {_key(work): work for work in reversed(works)}.values():
+            trouble = self._ended.pop(_offer_of(work), None)
+            if trouble is None and work.known_by is KnownBy.CONTENT:
                 trouble = self._processor.unreadable(work)
-                if trouble is not None:
-                    found[_key(work)] = work, trouble
-        return [*found.values()]
+            if trouble is not None:
+                failed.append((work, trouble))
+        return failed
 
     async def _refuse(self, failed: Sequence[tuple[Work, Trouble]], answers: _Answers) -> None:
         """These have failed for good, or an attempt is counted."""
@@ -277,11 +270,21 @@ class LaneDestination:
             except Exception as error:  # the database is away
                 answers.away = described(error)
                 return
+        if answers.closed:  # meanwhile
+            self._keep(failed)
+            return
         for work, _ in last:
             self._progress.settled(work.tenant)
         self.settled += len(last)
         for work, trouble in failed:
             answers.reject(work, trouble.reason, final=trouble.failure is not Failure.UNKNOWN)
+
+    def _keep(self, failed: Sequence[tuple[Work, Trouble]]) -> None:
+        """These failed too late for an answer: it is given when they are offered again."""
+        for work, trouble in failed:
+            self._ended[_offer_of(work)] = trouble
+            if len(self._ended) > _ENDED_KEPT:
+                del self._ended[next(iter(self._ended))]
 
     def _is_last(self, work: Work, trouble: Trouble) -> bool:
         return trouble.failure is not Failure.UNKNOWN or self._retry.exhausted(work.message.attempts + 1)
