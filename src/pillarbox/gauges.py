@@ -1,7 +1,7 @@
 """Gauges of a box: its relays, from memory, and its backlog, from the database.
 
 The database is queried when metrics are scraped, and then not again for some seconds. A slower query runs less often,
-so that each takes at most a twentieth of the database's time. A failed query is repeated sooner, because its gauges are
+so that it takes at most a twentieth of the time. A failed query is repeated sooner, because its gauges are
 missing meanwhile.
 """
 

@@ -538,7 +538,7 @@ class Relay:
             worker.lose()
         except LaneHaltedError as halted:
             extra = self._fields(telemetry.LOG_HALTED, worker.lane, redacted(str(halted)))
-            logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  says it all
+            logger.error("relay %s: lane %s halts: %s", self.name, worker.lane, halted, extra=extra)  # noqa: TRY400  complete
             # Keep the lane: any other relay would halt at the same batch.
             await worker.breaker.halt(redacted(str(halted)))
         except BaseException as error:

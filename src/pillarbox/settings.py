@@ -171,11 +171,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003  the port has it
+        settings_cls: type[BaseSettings],  # noqa: ARG003  the interface
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the port has it
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the interface
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003  the interface
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Environment variables first, then the constructor's arguments: in `load`, the content of the file."""
         return env_settings, init_settings

@@ -16,7 +16,7 @@ class JsonCodec:
     name = "json"
     content_type = "application/json"
 
-    def encode(self, content: Content, headers: Mapping[str, str]) -> bytes:  # noqa: ARG002  the port has it
+    def encode(self, content: Content, headers: Mapping[str, str]) -> bytes:  # noqa: ARG002  the interface
         return msgspec.json.encode(content.payload)
 
     def decode(self, body: bytes, headers: Mapping[str, str]) -> Content:

@@ -35,7 +35,7 @@ class Audited:
 class Audit(Interceptor):
     """Stamps every `Audited` entity that the session writes, with the time and the user of the event context."""
 
-    def attach(self, session: Session, model: Any) -> None:  # noqa: ARG002  it is the same for all classes
+    def attach(self, session: Session, model: Any) -> None:  # noqa: ARG002  the same for all classes
         event.listen(session, "before_flush", _stamp)  # registering it twice is harmless
 
 

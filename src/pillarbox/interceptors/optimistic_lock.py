@@ -20,13 +20,13 @@ class OptimisticLock(Interceptor):
 
     checks_versions = True
 
-    def attach(self, session: Session, model: Any) -> None:  # noqa: ARG002  it is the same in all sessions
+    def attach(self, session: Session, model: Any) -> None:  # noqa: ARG002  the same in all sessions
         if inspect(model).version_id_col is None:
             raise ConfigurationError(
                 f'{model.__name__} has no version: set __mapper_args__ = {{"version_id_col": ...}}'
             )
 
-    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  it is the same in all sessions
+    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  the same in all sessions
         mapper: Any = inspect(type(entity))
         version = getattr(entity, mapper.get_property_by_column(mapper.version_id_col).key)
         if read.expected_version not in (None, version):

@@ -29,12 +29,12 @@ class SoftDelete(Interceptor):
     ``include_deleted``.
     """
 
-    def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  it is the same in all sessions
+    def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  the same in all sessions
         if isinstance(entity, SoftDeletable) and entity.deleted_at is None:
             entity.deleted_at = clock.now()
         return isinstance(entity, SoftDeletable)
 
-    def restoring(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  it is the same in all sessions
+    def restoring(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  the same in all sessions
         if isinstance(entity, SoftDeletable):
             entity.deleted_at = None
         return isinstance(entity, SoftDeletable)
@@ -44,5 +44,5 @@ class SoftDelete(Interceptor):
             return statement
         return statement.where(model.deleted_at.is_(None))
 
-    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  it is the same in all sessions
+    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  the same in all sessions
         return read.include_deleted or not isinstance(entity, SoftDeletable) or entity.deleted_at is None

@@ -37,7 +37,7 @@ class Tenant(Interceptor):
             return statement
         return statement.where(model.tenant_id == tenant_for(session, model.__name__))
 
-    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  it is the same for all reads
+    def admits(self, session: Session, entity: Any, read: Read) -> bool:  # noqa: ARG002  the same for all reads
         return not isinstance(entity, TenantScoped) or entity.tenant_id == tenant_for(session, type(entity).__name__)
 
     def _refuse_foreign(self, session: Session, entity: Any) -> None:

@@ -140,7 +140,7 @@ def unfinished(connection: Connection) -> list[Unfinished]:
 
 
 def latest(connection: Connection) -> int:
-    """The last audit entry about an archive. A newer complete file may have the same rows."""
+    """Id of the last audit entry about an archive. If it changes during a run, another run may have the same rows."""
     return connection.scalar(select(func.max(audit.c.id)).where(audit.c.action == "archive")) or 0
 
 

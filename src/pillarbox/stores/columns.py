@@ -46,10 +46,10 @@ class ByteExact(types.TypeDecorator[str]):
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any] | None:
         return super().bind_processor(dialect) if dialect.name in ("mysql", "mariadb") else None
 
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002  the port has it
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002  the interface
         return None if value is None else value.encode()
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002  the port has it
+    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002  the interface
         return value.decode() if isinstance(value, (bytes, bytearray)) else value
 
 
@@ -73,7 +73,7 @@ class Utc(types.TypeDecorator[datetime]):
             return value
         return value.astimezone(UTC).replace(tzinfo=None)
 
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  the port has it
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  the interface
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)

@@ -50,8 +50,8 @@ class Survey:
 
 
 def survey(connection: Connection, scope: Scope, places: Sequence[Stretch]) -> Survey:
-    """Find the expired days among those that are over. Without partitions, without a whole day to drop, or without the
-    rights of this role, the stretches stay as they are.
+    """Find the expired days among those that are over. Without partitions, for a single route, or without the rights
+    of this role, the stretches stay as they are.
     """
     found = layout(connection)
     if not found.partitioned or not found.owned or scope.route is not None:

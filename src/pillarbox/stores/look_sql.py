@@ -110,8 +110,9 @@ class Questions:
     def __init__(self, table: str) -> None:
         self._table = table
         self.glances = self._glances(_SMALL)
-        """Quick reads: fresh rows, one late row, if there is one, and whether a failed row is due (6). In the last two
-        cases, a full read must follow. By whether transactions were running at the last read.
+        """Quick reads: fresh rows, one late row, if there is one, and whether a failed row is due (6). A late row
+        requires a full read, a due one a read of the failure book. By whether transactions were running at the last
+        read.
         """
         self.glances_at_places = self._glances(_PLACES)
         look = self._with_look(

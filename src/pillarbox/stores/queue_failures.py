@@ -42,7 +42,7 @@ class QueueFailures(Failures):
     def is_sending(self, row: Known, lane: Lane) -> bool:
         return row.at.id in sending(lane)
 
-    def is_passed(self, row: Known, lane: Lane) -> bool:  # noqa: ARG002  the port has them
+    def is_passed(self, row: Known, lane: Lane) -> bool:  # noqa: ARG002  the interface
         return False  # `Book.known` finds only rows that are PENDING or in the book
 
     def changed(self, rows: Collection[int]) -> None:

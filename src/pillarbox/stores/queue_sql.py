@@ -144,7 +144,7 @@ class _Json(TypeDecorator[Sequence[int]]):
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: Sequence[int] | None, dialect: Dialect) -> str:  # noqa: ARG002  all alike
+    def process_bind_param(self, value: Sequence[int] | None, dialect: Dialect) -> str:  # noqa: ARG002  the same for all dialects
         return msgspec.json.encode(value).decode()
 
 

@@ -56,9 +56,7 @@ def _token_source(credentials: Credentials, loop: asyncio.AbstractEventLoop) -> 
     last = ""
 
     def token() -> str:
-        """Called on the client's threads, where an error would be lost. So the broker gets the last token, and refuses
-        it.
-        """
+        """Called on the client's threads, where an error would be lost: the broker gets the last token and decides."""
         nonlocal last
         try:
             last = asyncio.run_coroutine_threadsafe(credentials.secret(), loop).result(TIMEOUT).decode()

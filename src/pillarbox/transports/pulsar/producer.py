@@ -124,7 +124,7 @@ class Producer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the name is free."""
+        """Whether `closed` has nothing to wait for."""
         return self.lost_because is not None and (self._closing is None or self._closing.done())
 
     async def closed(self) -> None:
