@@ -170,7 +170,7 @@ class TestConsume:
         (pillarbox.folder / "hold").unlink()
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0
-        assert json.loads(out)["consumers"][0]["handled"] == 1
+        assert json.loads(out)["consumers"][0] == {"consumer": "bills", "handled": 1, "duplicates": 0, "spilled": 0}
         assert notes(pillarbox) == ["begun 1", "done 1"]
         publish(shop, 2)
         assert (
@@ -246,8 +246,10 @@ class TestConsumers:
         pillarbox("consume", "shop:box", "--drain")
         bills, stock = pillarbox.json("consumers", "list")["consumers"]
         assert (bills["name"], bills["kind"], bills["source"], bills["topics"]) == ("bills", "handlers", "outbox", [])
-        assert (bills["generation"], bills["handled"]) == (1, 1)
+        assert (bills["generation"], bills["handled"], bills["waiting"]) == (1, 1, 1)
         assert bills["last_event_id"]
+        publish(shop, 3, 4)
+        assert [it["waiting"] for it in pillarbox.json("consumers", "list")["consumers"]] == [3, 0]
         assert bills["seen_at"].endswith("Z")
         assert (stock["source"], stock["topics"], stock["last_event_id"]) == ("broker", ["goods", "parts"], None)
         lines = pillarbox("consumers", "list").stdout.splitlines()
@@ -325,13 +327,13 @@ class TestForget:
 
 class TestDoctor:
     def test_consumers_that_are_not_seen_and_dead_letters(self, pillarbox: CommandLine, shop: Database) -> None:
-        assert not {"consumers", "dead letters", "retention"} & checks(pillarbox.json("doctor")).keys()
+        assert not {"consumers", "retention"} & checks(pillarbox.json("doctor")).keys()
         publish(shop, -1, -2)
         pillarbox("consume", "shop:box", "bills", "--drain")
         found = checks(pillarbox.json("doctor"))
-        assert (found["consumers"]["state"], found["dead letters"]["state"]) == ("ok", "warning")
-        assert found["dead letters"]["found"] == "2 dead letters of bills"
-        assert "pillarbox dlq list --consumer bills" in found["dead letters"]["remedy"]
+        assert (found["consumers"]["state"], found["failures"]["state"]) == ("ok", "warning")
+        assert found["failures"]["found"] == "2 dead letters of bills"
+        assert "pillarbox dlq list --consumer bills" in found["failures"]["remedy"]
 
         execute(shop, "UPDATE pillarbox_consumers SET seen_at = :past", past="2001-01-01 00:00:00")
         found = checks(pillarbox.json("doctor"))

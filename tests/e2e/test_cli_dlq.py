@@ -7,7 +7,7 @@ import pytest
 from pillarbox.cli.output import Exit
 from pillarbox.outbox import Status
 from tests.e2e import test_cli, test_cli_inbound
-from tests.e2e.test_cli import CommandLine, execute, leave, on_sqlite
+from tests.e2e.test_cli import CommandLine, checks, execute, leave, on_sqlite
 from tests.e2e.test_cli_inbound import BILLING, EVENTS
 from tests.servers import Database
 
@@ -33,6 +33,9 @@ def test_lists_what_consumers_could_not_take(pillarbox: CommandLine) -> None:
     assert pillarbox.json("dlq", "list", "--consumer", "shipping")["deliveries"] == []
     assert pillarbox.json("dlq", "list", "--state", "PARKED")["deliveries"] == []
     assert pillarbox.json("dlq", "show", str(EVENTS[0]))["deliveries"][0]["event_id"] == found["event_id"]
+    headings, row = pillarbox("dlq", "list").stdout.splitlines()
+    assert headings.endswith("  REASON")
+    assert row[headings.index("REASON") :] == "no such account"
 
 
 def test_a_topic_by_any_of_its_names(pillarbox: CommandLine, failed: Database) -> None:
@@ -66,3 +69,13 @@ def test_asks_for_nothing_else(pillarbox: CommandLine, failed: Database) -> None
     assert pillarbox.json("dlq", "discard", "--all", "--yes", "--reason", "never")["requested"] == 1
     routes = "SELECT DISTINCT r.name FROM pillarbox_requests q JOIN pillarbox_routes r ON r.id = q.route"
     assert execute(failed, routes) == [(BILLING.name,)]
+
+
+def test_doctor_says_to_start_consumers_where_only_they_have_deliveries(pillarbox: CommandLine, both: Database) -> None:
+    remedy = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["relays"]["remedy"]
+    assert "`pillarbox relay`" in remedy
+    assert "`pillarbox consume MODULE:BOX`" in remedy
+    execute(both, "DELETE FROM pillarbox_outbox")
+    remedy = checks(pillarbox.json("doctor", code=Exit.PROBLEM))["relays"]["remedy"]
+    assert "`pillarbox relay" not in remedy
+    assert "`pillarbox consume MODULE:BOX`" in remedy

@@ -83,13 +83,15 @@ async def _serve(crew: Crew, http: Address | None, metrics: Render, *, as_json: 
         emit({"consumers": names, "http": address}, runs, as_json=as_json)
 
     await serve(crew, http, metrics, announce=announce)
-    status = crew.status()
+    # Not whether it is healthy: what has stopped as it was told never is.
+    counts = ("consumer", "handled", "duplicates", "spilled")
+    done = [{name: consumer.status()[name] for name in counts} for consumer in crew.consumers]
     lines = [
         f"consumer {each['consumer']} has stopped: {each['handled']} handled, {each['duplicates']} duplicates, "
         f"{each['spilled']} spilled"
-        for each in status["consumers"]
+        for each in done
     ]
-    emit(status, "\n".join(lines), as_json=as_json)
+    emit({"consumers": done}, "\n".join(lines), as_json=as_json)
 
 
 async def _drain(crew: Crew, *, as_json: bool) -> None:

@@ -15,11 +15,13 @@ from ..app import Pillarbox
 from ..consumers.consumer import Consumer
 from ..consumers.dead_letters import SUFFIX, consumer_of
 from ..consumers.home import OUTBOX
+from ..outbox import LOCAL
 from ..settings import Settings
 from ..stores import claims, forgetting
 from ..stores.forgetting import Remains
 from ..stores.inbox import ConsumerRecord, count_settled
 from ..stores.inbox import consumers as registered
+from ..stores.overview import backlog
 from ..stores.trail import Author, note
 from ..transport import Unsubscribes
 from .arguments import check_text, confirm, confirmed, options, signed
@@ -55,10 +57,13 @@ def look(connection: Connection, *, exact: bool, kind: str | None = None) -> lis
     waiting = Counter[str]()
     for each in claims.waiting(connection):
         waiting[each.consumer] += each.messages
+    of_routes = {each.route: each.pending + each.failed for each in backlog(connection)}
     found = []
     for it in registered(connection):
         if kind not in (None, it.kind):
             continue
+        if it.source == OUTBOX:
+            waiting[it.name] = of_routes.get(f"{LOCAL}:{it.name}", 0)
         settled = count_settled(connection, it) if exact else None
         found.append({**msgspec.structs.asdict(it), "settled": settled, "waiting": waiting[it.name]})
     return found

@@ -63,7 +63,7 @@ def list_deliveries(
 ) -> None:
     """List deliveries that consumers could not take, oldest first."""
     wanted = Filter(Status(state), consumer=consumer or ANY_CONSUMER, **filters)
-    outbox.show_page(load_settings(config), wanted, limit=limit, after=after, as_json=as_json)
+    outbox.show_page(load_settings(config), wanted, limit=limit, after=after, as_json=as_json, with_reason=True)
 
 
 def _selecting(*states: Status) -> Callable[[_Command], _Command]:

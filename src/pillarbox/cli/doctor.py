@@ -129,7 +129,6 @@ def _checks(connection: Connection, settings: Settings, box: Pillarbox | None) -
     yield from _slots(connection)
     yield from _consumers(connection)
     yield from _claims(connection)
-    yield from _dead_letters(connection)
     if box is not None:
         yield from _room(connection, box)
 
@@ -215,8 +214,14 @@ def _relays(relays: list[RelayState], groups: list[Group]) -> Iterator[Check]:
         yield Check("relays", State.OK, f"{relay.name} serves {', '.join(relay.routes) or 'nothing'}{shards}")
     if relays:
         return
-    if any(group.status in (Status.PENDING, Status.SENDING, Status.RETRYING) for group in groups):
+    waiting = [it.route for it in groups if it.status in (Status.PENDING, Status.SENDING, Status.RETRYING)]
+    if waiting:
         remedy = "start one: `pillarbox relay`, or `pillarbox relay MODULE:BOX` for handlers and transports in code"
+        of_consumers = [(route or "").startswith("consumer:") for route in waiting]
+        if all(of_consumers):
+            remedy = "start the consumers, which relay to themselves: `pillarbox consume MODULE:BOX`"
+        elif any(of_consumers):
+            remedy += "; and the consumers: `pillarbox consume MODULE:BOX`"
         yield Check("relays", State.WARNING, "no relay is alive, and deliveries wait", remedy)
     else:
         yield Check("relays", State.OK, "no relay is alive, and nothing waits for one")
@@ -292,7 +297,7 @@ def _backlog(groups: list[Group]) -> Iterator[Check]:
 
 
 def _failures(connection: Connection, groups: list[Group]) -> Iterator[Check]:
-    """Those of consumers are dead letters, which are counted by themselves."""
+    """Those of consumers are dead letters, and counted by consumer."""
     names = [consumer.name for consumer in registered(connection)]
     of_consumers = {f"{kind}:{name}" for kind in ("consumer", LOCAL) for name in names}
     failed = [it for it in groups if it.status in (Status.FAILED, Status.PARKED) and it.route not in of_consumers]
@@ -303,7 +308,11 @@ def _failures(connection: Connection, groups: list[Group]) -> Iterator[Check]:
         if group.status is Status.FAILED:
             remedy += "; then redrive, edit or discard them"
         yield Check("failures", state, what, remedy)
-    if not failed:
+    dead_letters = count_dead_letters(connection)
+    for consumer, count in dead_letters.items():
+        remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
+        yield Check("failures", State.WARNING, f"{number(count, 'dead letter')} of {consumer}", remedy)
+    if not failed and not dead_letters:
         yield Check("failures", State.OK, "no delivery has failed")
 
 
@@ -370,13 +379,6 @@ def _claims(connection: Connection) -> Iterator[Check]:
         what = f"{number(count, 'claim')} of {consumer} without a delivery in pillarbox_inbound: somebody deleted rows"
         remedy = "later messages of these keys are put aside one by one: delete these rows of pillarbox_claims, too"
         yield Check("claims", State.PROBLEM, what, remedy)
-
-
-def _dead_letters(connection: Connection) -> Iterator[Check]:
-    """Failed deliveries of consumers. Nothing is said where there are none."""
-    for consumer, count in count_dead_letters(connection).items():
-        remedy = f"see `pillarbox dlq list --consumer {quote(consumer)}`; then redrive, edit or discard them"
-        yield Check("dead letters", State.WARNING, f"{number(count, 'dead letter')} of {consumer}", remedy)
 
 
 def _room(connection: Connection, box: Pillarbox) -> Iterator[Check]:

@@ -44,7 +44,7 @@ from .arguments import (
 from .bodies import check_body
 from .database import ask, change, changing, load_settings, run, signals
 from .identity import command as new_install_id
-from .output import CommandError, Exit, age, emit, number, plain, shown, table
+from .output import CommandError, Exit, age, beside, emit, number, plain, shown, table
 from .partitions import command as partition
 from .rebase import command as rebase
 from .why import edited, handled
@@ -111,11 +111,13 @@ def list_deliveries(
     show_page(load_settings(config), wanted, limit=limit, after=after, as_json=as_json)
 
 
-def show_page(settings: Settings, wanted: Filter, *, limit: int, after: int, as_json: bool) -> None:
+def show_page(
+    settings: Settings, wanted: Filter, *, limit: int, after: int, as_json: bool, with_reason: bool = False
+) -> None:
     """Print the deliveries that match, from the first one after an id, and where the next page begins."""
     found = run(ask(settings, lambda it: inspection.deliveries(it, wanted, after=after, limit=limit + 1)))
     page, following = found[:limit], found[limit - 1] if len(found) > limit else None
-    text = _listed(page)
+    text = _listed(page, with_reason=with_reason)
     if following is not None:
         of = "--inbound " if following.direction is Direction.INBOUND else ""
         text += f"\nthere are more: {of}--after {following.id}"
@@ -123,13 +125,16 @@ def show_page(settings: Settings, wanted: Filter, *, limit: int, after: int, as_
     emit({"deliveries": [asdict(it) for it in page], "next": told}, text, as_json=as_json)
 
 
-def _listed(deliveries: list[Summary]) -> str:
+def _listed(deliveries: list[Summary], *, with_reason: bool = False) -> str:
     rows = [
         (it.id, it.status, it.route, it.event_type, it.tenant_id, it.key, it.attempts, it.created_at, it.event_id)
         for it in deliveries
     ]
     headings = ("ID", "STATUS", "ROUTE", "TYPE", "TENANT", "KEY", "ATTEMPTS", "CREATED", "EVENT")
-    return table([headings, *rows]) if rows else "no deliveries"
+    if not rows:
+        return "no deliveries"
+    text = table([headings, *rows])
+    return beside(text, ["REASON", *(it.last_error for it in deliveries)]) if with_reason else text
 
 
 @command.command()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import IntEnum
+from shutil import get_terminal_size
 
 import click
 
@@ -86,6 +87,17 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(
         "  ".join(pad(cell, width) for cell, width, pad in zip(row, widths, pads, strict=True)).rstrip()
         for row in cells
+    )
+
+
+def beside(lines: str, column: Sequence[str | None]) -> str:
+    """A table with one more column of long texts, which end where the terminal does."""
+    rows, width = lines.splitlines(), max(map(len, lines.splitlines()))
+    room = max(24, get_terminal_size((width + 80, 0)).columns - width - 2)
+    texts = [shown(text) for text in column]
+    return "\n".join(
+        f"{row:<{width}}  {text if len(text) <= room else text[: room - 1] + '…'}"
+        for row, text in zip(rows, texts, strict=True)
     )
 
 
