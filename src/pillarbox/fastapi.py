@@ -35,8 +35,10 @@ from .errors import (
     MissingExtraError,
     NotFoundError,
     PayloadError,
+    TenancyError,
 )
-from .redaction import redacted
+from .projections.read import InvalidCursorError
+from .redaction import described, redacted
 from .relay import Relay
 from .route import MAX_TENANT_BYTES, check_key
 from .unit_of_work import UnitOfWork
@@ -278,11 +280,23 @@ def _refused(_request: Request, error: PayloadError) -> JSONResponse:
     return JSONResponse({"detail": f"{error.path}: this value cannot be part of an event"}, 422)
 
 
+def _bad_cursor(_request: Request, error: InvalidCursorError) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, 422)  # its text may be shown
+
+
+def _not_for_tenant(_request: Request, error: TenancyError) -> JSONResponse:
+    # It may as well be a mistake in code, and its text names tables and tenants.
+    logger.warning("a request was refused with 403: %s", described(error))
+    return JSONResponse({"detail": "this is not possible for this tenant, or without a tenant"}, 403)
+
+
 error_handlers: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
     ConcurrencyError: _answer(409, "somebody else changed it first: load it again and redo"),
     NotFoundError: _answer(404, "there is no such thing"),
     CommitOutcomeUnknown: _answer(503, _UNKNOWN),
     PayloadError: _refused,
+    InvalidCursorError: _bad_cursor,
+    TenancyError: _not_for_tenant,
 }
 """For ``FastAPI(exception_handlers=error_handlers)``: Pillarbox's errors that concern the client."""
 

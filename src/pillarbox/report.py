@@ -153,8 +153,8 @@ class Report:
             self._signals.count(telemetry.REJECTED, self._way, int(rejected))
             self._signals.count(telemetry.DEAD, self._way)
         logger.error(
-            "%s: event %s is dead after %d attempts: %s",
-            *(self._lane, row.event_id, attempts, reason),
+            "%s: event %s has failed after %d %s: %s",
+            *(self._lane, row.event_id, attempts, "attempt" if attempts == 1 else "attempts", reason),
             extra=self._about(telemetry.LOG_DEAD, row, number, attempts, reason),
         )
 

@@ -579,6 +579,22 @@ async def test_what_cannot_be_read_stays_a_dead_letter_whatever_becomes_of_the_k
     assert {letter.message.body for letter in await dead_letters(box)} == {b"not json", b"{}"}
 
 
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=utf-8", 'application/json;charset="UTF-8"', "Application/JSON"]
+)
+async def test_a_content_type_may_say_that_its_text_is_utf8(
+    box: Pillarbox, broker: MemoryTransport, content_type: str
+) -> None:
+    consumer = answering(box)
+    await ask(box, ("a", 1))
+    [message] = broker.sent(TOPIC)
+    for number, each in enumerate((content_type, "application/json; charset=latin-1", "application/json; profile=x")):
+        headers = {**message.headers, "event_id": str(uuid4()), "content_type": each}
+        await broker.send("stranger", [Message(TOPIC, str(number), message.body, headers)])
+    assert (await consumer.drain()).handled == 2
+    assert ["no codec reads" in letter.reason for letter in await dead_letters(box)] == [True, True]
+
+
 async def test_strangers_headers_do_no_harm(box: Pillarbox, broker: MemoryTransport) -> None:
     consumer = answering(box)
     await ask(box, ("a", 1))
@@ -1104,6 +1120,25 @@ async def test_h91_what_takes_too_long_is_undone_and_comes_again(box: Pillarbox)
     for_ever = False
     assert (await consumer.drain()).handled == 1
     assert await effects(box) == [("a", 1)]
+
+
+async def test_what_takes_longer_than_the_timeout_is_named_as_such(
+    box: Pillarbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = answering(box, timeout=0.5)
+
+    @consumer.on(Asked)
+    async def dawdle(event: Asked) -> None:
+        if event.number == 1:
+            raise TimeoutError  # of the handler's own
+        await asyncio.sleep(60)
+
+    await ask(box, ("a", 1))
+    await consumer.drain()
+    assert "the handler did not finish" not in caplog.text
+    await ask(box, ("b", 2), tenant="other")
+    await consumer.drain()
+    assert "failed (transient): TimeoutError: the handler did not finish within 0.5 s (timeout)" in caplog.text
 
 
 @pytest.mark.parametrize("source", ["broker", "outbox"])

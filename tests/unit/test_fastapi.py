@@ -19,7 +19,9 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from pillarbox import ConfigurationError, IntegrationEvent, Pillarbox, Route, current_context
+from pillarbox.errors import TenancyError
 from pillarbox.fastapi import TenantMiddleware, TraceMiddleware, error_handlers, health, lifespan, unit_of_work
+from pillarbox.projections.read import InvalidCursorError
 from pillarbox.relay import Relay
 from pillarbox.transports.memory import MemoryTransport
 from tests.relays import Line, soon
@@ -397,6 +399,30 @@ class TestUnitOfWork:
             answer = await asking.post("/")
         assert answer.status_code == 422
         assert answer.json() == {"detail": "value: this value cannot be part of an event"}
+
+    @pytest.mark.parametrize(
+        ("error", "status", "detail"),
+        [
+            (InvalidCursorError("this cursor is damaged"), 422, "this cursor is damaged"),
+            (
+                TenancyError("table orders, tenant acme"),
+                403,
+                "this is not possible for this tenant, or without a tenant",
+            ),
+        ],
+    )
+    async def test_a_bad_cursor_is_422_and_what_a_tenant_may_not_do_is_403(
+        self, error: Exception, status: int, detail: str
+    ) -> None:
+        app = FastAPI(exception_handlers=error_handlers)
+
+        @app.get("/")
+        async def fail() -> None:
+            raise error
+
+        async with client(app) as asking:
+            answer = await asking.get("/")
+        assert (answer.status_code, answer.json()) == (status, {"detail": detail})
 
     def test_a_websocket_is_told_how_to_do_it(self, url: str) -> None:
         work, app = unit_of_work(Pillarbox(url)), FastAPI()

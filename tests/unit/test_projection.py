@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -14,7 +14,7 @@ from sqlalchemy import ForeignKey, Interval, LargeBinary, PickleType, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
 
 from pillarbox import IntegrationEvent, TenantScoped
-from pillarbox.consumers.handling import Effects, MessageContext
+from pillarbox.consumers.handling import Effects, Incoming, MessageContext
 from pillarbox.errors import ConfigurationError, Poison, UnregisteredEventError
 from pillarbox.projections import Add, Change, Projection, ProjectionRow, Tally, on
 from pillarbox.projections.change import Position, RowState
@@ -152,6 +152,16 @@ class TestClasses:
 
         with pytest.raises(ConfigurationError, match="has no row"):
             Projection()
+
+    @pytest.mark.parametrize(("said", "kind"), [({"lamp": "hall"}, "dict"), ("hall", "str"), (5, "int"), ([5], "int")])
+    def test_a_handler_returns_changes_and_the_error_names_what_it_got(self, said: Any, kind: str) -> None:
+        class Mistaken(Projection, row=LampRow):
+            @on(LampLit)
+            def lit(self, _event: LampLit) -> Any:
+                return said
+
+        with pytest.raises(ConfigurationError, match=f"returns a Change, several, or None; got a {kind}"):
+            Mistaken()._changes(Incoming(LampLit(lamp="hall"), cast(MessageContext, None)))
 
     def test_rows_are_projection_rows(self) -> None:
         class Plain(Base):

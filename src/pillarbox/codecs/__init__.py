@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from ..codec import Codec
 from ..errors import ConfigurationError, UnknownEventError
 from .cloudevents import CloudEventsCodec
 from .json import JsonCodec
 
 BUILT_IN: tuple[Codec, ...] = (JsonCodec(), CloudEventsCodec())
+
+_UTF8 = re.compile(r"""([^;\s]+)\s*(?:;\s*charset\s*=\s*(?:utf-?8|"utf-?8"))?\s*""", re.IGNORECASE)
 
 
 class Codecs:
@@ -27,8 +31,10 @@ class Codecs:
             raise ConfigurationError(f"unknown codec {name!r}; known are: {', '.join(sorted(self._by_name))}") from None
 
     def reading(self, content_type: str) -> Codec:
-        """The codec for bodies of this content type."""
-        try:
-            return self._by_content_type[content_type]
-        except KeyError:
-            raise UnknownEventError(f"no codec reads the content type {content_type!r}") from None
+        """The codec for bodies of this content type. The parameter ``charset=utf-8`` changes nothing."""
+        found = self._by_content_type.get(content_type)
+        if found is None and (utf8 := _UTF8.fullmatch(content_type)):
+            found = self._by_content_type.get(utf8[1].lower())
+        if found is None:
+            raise UnknownEventError(f"no codec reads the content type {content_type!r}")
+        return found

@@ -8,8 +8,8 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -282,7 +282,7 @@ class Processor:
         began = clock.current().monotonic()
         alone = caused_by(first.message.headers) if len(opened) == 1 else nullcontext()
         async with self._home.turn:
-            with alone:  # what COMMIT itself brings about is caused by the message, too
+            with alone, self._naming_timeout():  # what COMMIT itself brings about is caused by the message, too
                 admissions = await (self._commit(opened) if first.claim is None else self._redeem(opened[0]))
         ended = clock.current().monotonic()
         processed, new, duplicates = Processed(), [], 0
@@ -302,6 +302,18 @@ class Processor:
         if new:
             self._progress.succeeded(first.tenant)
         return processed
+
+    @contextmanager
+    def _naming_timeout(self) -> Iterator[None]:
+        """Let a time-out of ours say so: it would have no text."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            yield
+        except TimeoutError as error:
+            if not error.args and now() - began >= self._timeout:
+                error.args = (f"the handler did not finish within {self._timeout:g} s (timeout)",)
+            raise
 
     async def _commit(self, opened: Sequence[_Readable]) -> Sequence[Admission | None]:
         """The row of the inbox first, then the effect: one is there if and only if the other is. None for what was

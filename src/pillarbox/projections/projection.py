@@ -231,7 +231,8 @@ class Projection:
         said = self._calls[type(event)](self, event, incoming.context)
         if isinstance(said, Change):
             return (said,)
-        changes = tuple(said) if isinstance(said, Iterable) else () if said is None else (said,)
+        is_one = isinstance(said, Mapping | str) or not isinstance(said, Iterable)
+        changes: tuple[Any, ...] = () if said is None else (said,) if is_one else tuple(said)
         if wrong := [each for each in changes if not isinstance(each, Change)]:
             raise ConfigurationError(
                 f"{type(self).__qualname__}: the handler of {type(event).__qualname__} returns a Change, several, "
