@@ -127,9 +127,9 @@ async def seed(
     INSERT INTO pillarbox_outbox
         (event_id, event_type, route, shard, schema_version, topic, key, tenant, headers, body)
     SELECT event_id, '{_TYPE}', :route, k % :shards, 1, :topic, '{prefix}' || k, :tenant,
-        CAST('{{"event_id":"' || event_id || '","event_type":"{_TYPE}","occurred_at":"2026-01-01T00:00:00.000000Z",'
+        '{{"event_id":"' || event_id || '","event_type":"{_TYPE}","occurred_at":"2026-01-01T00:00:00.000000Z",'
             '"aggregate_type":"order","aggregate_id":"' || k || '","schema_version":"1",'
-            '"content_type":"application/json","event_index":"0","event_count":"1"}}' AS json),
+            '"content_type":"application/json","event_index":"0","event_count":"1"}}',
         convert_to('{{"seq":' || n || ',"order_id":"' || event_id || '","customer":"customer-' || n % 1000
             || '","note":"' || repeat('x', :note) || '"}}', 'UTF8')
     FROM (

@@ -103,7 +103,7 @@ _PAST = text(
     INSERT INTO pillarbox_outbox (event_id, event_type, route, shard, schema_version, topic, key, tenant, headers, body,
                                   status, sent_at)
     SELECT e.id, o.event_type, o.route, a.shard, o.schema_version, o.topic, a.name, o.tenant,
-           CAST(CAST(o.headers AS jsonb) || jsonb_build_object('event_id', e.id, 'aggregate_id', a.name) AS json),
+           CAST(CAST(o.headers AS jsonb) || jsonb_build_object('event_id', e.id, 'aggregate_id', a.name) AS text),
            convert_to(CAST(json_build_object('article', a.name, 'pieces', e.n % 7) AS text), 'UTF8'), 'SENT', now()
     FROM (SELECT gen_random_uuid() AS id, n FROM generate_series(1, CAST(:events AS integer)) n) e
     JOIN unnest(CAST(:names AS text[]), CAST(:shards AS integer[])) WITH ORDINALITY AS a(name, shard, place)

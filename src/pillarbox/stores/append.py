@@ -169,10 +169,9 @@ def _values_insert(name: str, dialect: Dialect, count: int) -> FixedStatement:
 
 
 def _array_insert(table: str, dialect: Dialect) -> FixedStatement:
-    read = ", ".join(f"CAST({column} AS json)" if column == "headers" else column for column in _COLUMNS)
     arrays = ", ".join(f"CAST(:{column} AS {kind}[])" for column, kind in zip(_COLUMNS, _ARRAYS, strict=True))
     names = ", ".join(_COLUMNS)
-    insertion = f"INSERT INTO {table} ({names}) SELECT {read} FROM unnest({arrays}) AS t({names})"  # noqa: S608
+    insertion = f"INSERT INTO {table} ({names}) SELECT {names} FROM unnest({arrays}) AS t({names})"  # noqa: S608
     return FixedStatement(text(insertion), dialect, [(column, None) for column in _COLUMNS])
 
 

@@ -40,7 +40,7 @@ from ..errors import StoreError
 from ..outbox import Delivery, Status
 from .append import Appender
 from .archive_file import FORMAT, Archived, Header, Summary
-from .columns import ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
+from .columns import ByteExact, LongBytes, LongText, Name, Utc, now
 from .retention import RowKey, alone, identities
 from .schema import SCHEMA_VERSION
 from .tables import audit, failures, lanes, meta, outbox, routes
@@ -91,7 +91,7 @@ def _archived(row: Mapping[Any, Any]) -> Archived:
 _FETCH = text(
     """
     SELECT o.id, coalesce(f.event_id, o.event_id) AS event_id, o.event_type, o.route AS route_id, r.name AS route,
-           o.shard, o.schema_version, o.topic, o.key, o.tenant, CAST(coalesce(f.headers, o.headers) AS text) AS headers,
+           o.shard, o.schema_version, o.topic, o.key, o.tenant, coalesce(f.headers, o.headers) AS headers,
            coalesce(f.body, o.body) AS body, o.created_at, v.status, v.attempts, v.sent_at, v.batch, o.number,
            v.last_error, CASE WHEN f.event_id IS NOT NULL THEN o.event_id END AS raised_event_id
     FROM unnest(CAST(:ids AS bigint[]), CAST(:events AS uuid[]), CAST(:routes AS bigint[]),
@@ -187,7 +187,7 @@ def _table(name: str) -> Table:
         Column("topic", Name, nullable=False),
         Column("key", ByteExact(512), nullable=False),
         Column("tenant", ByteExact(200)),
-        Column("headers", JsonText, nullable=False),
+        Column("headers", LongText, nullable=False),
         Column("body", LongBytes, nullable=False),
         Column("created_at", Utc, nullable=False),
         Column("status", String(10), nullable=False),

@@ -107,7 +107,7 @@ class Claims:
         # With a status that is written out, PostgreSQL is led to the index of the lane.
         of_lane = [_inbound.c.route == self._lane.route, _inbound.c.shard == self._lane.shard]
         if self._connection.dialect.name == "postgresql":
-            of_lane += [_inbound.c.status == literal_column("'PENDING'"), _inbound.c.status != literal_column("'SENT'")]
+            of_lane.append(_inbound.c.status == literal_column("'PENDING'"))
         for portion in _portions(rows):
             named = select(_inbound.c.id, _inbound.c.event_id).where(*of_lane, _inbound.c.id.in_(portion))
             found |= {row.id: row.event_id for row in self._connection.execute(named)}
@@ -220,7 +220,7 @@ def _is_its_row(connection: Connection) -> list[ColumnElement[bool]]:
     f, o = failures, _inbound
     found = [o.c.route == f.c.route, o.c.shard == f.c.shard, o.c.id == f.c.row_id]
     if connection.dialect.name == "postgresql":
-        found += [o.c.status == literal_column("'PENDING'"), o.c.status != literal_column("'SENT'")]
+        found.append(o.c.status == literal_column("'PENDING'"))
     return found
 
 

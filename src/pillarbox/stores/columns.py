@@ -107,22 +107,6 @@ class LongText(types.TypeDecorator[str]):
         return dialect.type_descriptor(Text())
 
 
-class JsonText(LongText):
-    """JSON, written and read as text. On PostgreSQL the column has a JSON type, so that operators can query it."""
-
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> types.TypeEngine[Any]:
-        return _PostgresJson() if dialect.name == "postgresql" else super().load_dialect_impl(dialect)
-
-
-class _PostgresJson(types.UserDefinedType[str]):
-    cache_ok = True
-
-    def get_col_spec(self, **_kw: Any) -> str:
-        return "JSON"
-
-
 class TransactionId(types.UserDefinedType[int]):
     """A transaction id, on PostgreSQL."""
 
@@ -134,6 +118,13 @@ class TransactionId(types.UserDefinedType[int]):
 
 AutoId = BigInteger().with_variant(Integer, "sqlite")
 Name = String(400)
+
+# The texts of a delivery. PostgreSQL would call a function for each that has a length, in every INSERT of a business
+# transaction; it is checked before.
+EventName = String(200).with_variant(Text(), "postgresql")
+Topic = Name.with_variant(Text(), "postgresql")
+Key = ByteExact(512).with_variant(Text(), "postgresql")
+Tenant = ByteExact(200).with_variant(Text(), "postgresql")
 
 
 class _FromNow(FunctionElement[datetime]):

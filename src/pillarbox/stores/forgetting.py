@@ -153,7 +153,7 @@ def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, Text
         yield "requests", _delete(dialect, "pillarbox_requests", "id", of_route), values
         yield "failures", _delete(dialect, "pillarbox_failures", "route, shard, row_id", of_route), values
         # On PostgreSQL the index of a lane has all rows except restored history, which pruning removes.
-        unsent = f"{of_route} AND status <> 'SENT'" if postgres else of_route
+        unsent = f"{of_route} AND status = 'PENDING'" if postgres else of_route
         yield "deliveries", _delete(dialect, route.table, "id", unsent), values
         if postgres:
             yield "journal", _delete(dialect, "pillarbox_journal", "", of_route), values

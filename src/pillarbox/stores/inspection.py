@@ -268,7 +268,7 @@ _EDITED_IN_LOG = text(
     """
     SELECT o.event_id FROM pillarbox_failures f CROSS JOIN LATERAL (
         SELECT o.event_id FROM pillarbox_outbox o
-        WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+        WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING'
           AND o.id = f.row_id
         ORDER BY o.id LIMIT 1
     ) o

@@ -40,7 +40,7 @@ def _delivery_of(failures: str, table: str) -> str:
     """Failures with the content of their rows, or with the edited content."""
     return f"""
         SELECT f.row_id AS id, coalesce(f.event_id, o.event_id) AS event_id, o.topic, o.key, o.tenant,
-               CAST(coalesce(f.headers, o.headers) AS text) AS headers, coalesce(f.body, o.body) AS body,
+               coalesce(f.headers, o.headers) AS headers, coalesce(f.body, o.body) AS body,
                f.attempts, f.status, o.schema_version
         FROM ({failures}) f CROSS JOIN LATERAL (
             SELECT o.* FROM {table} o WHERE {FRESH} AND o.id = f.row_id ORDER BY o.id LIMIT 1
@@ -123,7 +123,7 @@ _EDIT = text(
     f"""
     UPDATE pillarbox_failures f
     SET status = 'RETRYING', available_at = clock_timestamp(), attempts = 0,
-        event_id = CAST(:event_id AS uuid), body = :body, headers = CAST(:headers AS json)
+        event_id = CAST(:event_id AS uuid), body = :body, headers = :headers
     WHERE {_FAILURE} AND f.row_id = :row_id AND f.status IN ('RETRYING', 'FAILED')
     """  # noqa: S608  constants
 )

@@ -31,7 +31,7 @@ def ready(table: str) -> TextClause:
       AND (
         l.announced IS NOT NULL OR split_part(l.cursor, ' ', 3) <> ''
         OR (SELECT o.id FROM {table} o
-            WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > {_HIGH}
+            WHERE {_HERE} AND o.status = 'PENDING' AND o.id > {_HIGH}
             ORDER BY o.id LIMIT 1) IS NOT NULL
         OR (SELECT o.id FROM pg_snapshot_xip({_SEEN}) AS x(xid) CROSS JOIN LATERAL (
                 SELECT o.id FROM {table} o WHERE {_HERE} AND o.xid = x.xid AND o.id <= {_HIGH}

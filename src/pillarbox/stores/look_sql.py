@@ -16,11 +16,9 @@ from sqlalchemy import TextClause, text
 from .statement import DirectStatement
 
 ROW = "id, event_id, topic, key, tenant, headers, body"
-COLUMNS = (
-    "o.id, CAST(o.event_id AS text) AS event_id, o.topic, o.key, o.tenant, CAST(o.headers AS text) AS headers, o.body"
-)
+COLUMNS = "o.id, CAST(o.event_id AS text) AS event_id, o.topic, o.key, o.tenant, o.headers, o.body"
 LANE = "o.route = :route AND o.shard = :shard"
-FRESH = f"{LANE} AND o.status = 'PENDING' AND o.status <> 'SENT'"
+FRESH = f"{LANE} AND o.status = 'PENDING'"
 
 
 # The planner cannot know the value of a subquery, so it keeps one generic plan. With a new plan each time, a read takes

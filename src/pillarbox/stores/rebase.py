@@ -56,7 +56,7 @@ def _undone(table: str) -> str:
     SELECT o.event_id, o.route, o.shard, o.schema_version, o.id, o.tenant, o.key
     FROM ({_LANES}) l CROSS JOIN LATERAL (
         SELECT o.* FROM {table} o
-        WHERE {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.high AND o.id <= l.reached
+        WHERE {_HERE} AND o.status = 'PENDING' AND o.id > l.high AND o.id <= l.reached
         UNION ALL
         SELECT o.* FROM pg_snapshot_xip(l.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
         WHERE {_HERE} AND o.id <= l.high
@@ -68,7 +68,7 @@ def _undone(table: str) -> str:
         UNION ALL
         SELECT o.* FROM jsonb_each_text(CAST(l.detours AS jsonb)) AS d(tenant, cursor)
         JOIN {table} o ON {_HERE} AND o.tenant = d.tenant
-        WHERE o.status = 'PENDING' AND o.status <> 'SENT' AND o.id <= l.high
+        WHERE o.status = 'PENDING' AND o.id <= l.high
           AND pillarbox_covered(l.cursor, o.id, o.xid) AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
     ) o
     WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id)
@@ -242,7 +242,7 @@ def _statements(table: str) -> _Statements:
             f"""
             SELECT (SELECT count(*) FROM ({undone}) u),
                    (SELECT count(*) FROM ({_LANES}) l JOIN {table} o
-                        ON {_HERE} AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > l.reached
+                        ON {_HERE} AND o.status = 'PENDING' AND o.id > l.reached
                     WHERE NOT EXISTS (SELECT FROM pillarbox_failures f WHERE {_FAILURE} AND f.row_id = o.id))
             """  # noqa: S608  constants
         ),

@@ -390,7 +390,7 @@ def _page_of(table: str, *, of_range: bool) -> TextClause:
                AND {_OLD} AS may_go
         FROM pillarbox_lanes l CROSS JOIN LATERAL (
             SELECT o.* FROM {table} o
-            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING'
               AND o.id > :after {_OF_RANGE if of_range else ""} AND o.id <= least({_HIGH}, CAST(:reach AS bigint))
             ORDER BY o.id LIMIT :limit
         ) o
@@ -437,7 +437,7 @@ def _remaining(table: str) -> TextClause:
         SELECT o.id, CAST(o.xid AS text) AS xid, o.tenant
         FROM pillarbox_lanes l CROSS JOIN LATERAL (
             SELECT o.id, o.xid, o.tenant FROM {table} o
-            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT'
+            WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING'
               AND o.id <= :high AND pillarbox_covered({_CURSOR}, o.id, o.xid)
             ORDER BY o.id LIMIT :limit
         ) o

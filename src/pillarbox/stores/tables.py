@@ -43,7 +43,7 @@ from sqlalchemy import (
 )
 
 from ..outbox import OUTBOUND, TABLES
-from .columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, Utc, now
+from .columns import AutoId, ByteExact, EventName, Key, LongBytes, LongText, Name, Tenant, Topic, Utc, now
 
 metadata = MetaData()
 
@@ -121,14 +121,14 @@ def _deliveries(name: str) -> Table:
         metadata,
         Column("id", AutoId, Identity(), primary_key=True),
         Column("event_id", Uuid, nullable=False),
-        Column("event_type", String(200), nullable=False),
+        Column("event_type", EventName, nullable=False),
         Column("route", BigInteger, nullable=False),
         Column("shard", Integer, nullable=False),
         Column("schema_version", Integer, nullable=False),
-        Column("topic", Name, nullable=False),
-        Column("key", ByteExact(512), nullable=False),
-        Column("tenant", ByteExact(200)),
-        Column("headers", JsonText, nullable=False),
+        Column("topic", Topic, nullable=False),
+        Column("key", Key, nullable=False),
+        Column("tenant", Tenant),
+        Column("headers", LongText, nullable=False),
         Column("body", LongBytes, nullable=False),
         Column("created_at", Utc, nullable=False, server_default=now()),
         Column("status", String(10), nullable=False, server_default="PENDING"),
@@ -157,7 +157,7 @@ failures = Table(
     Column("available_at", Utc),
     Column("last_error", LongText),
     Column("event_id", Uuid),
-    Column("headers", JsonText),
+    Column("headers", LongText),
     Column("body", LongBytes),
 )
 

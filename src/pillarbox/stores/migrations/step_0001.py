@@ -12,7 +12,20 @@ from ... import clock
 from ...errors import StoreError
 from ...outbox import SHARDS, TABLES
 from .. import origin
-from ..columns import AutoId, ByteExact, JsonText, LongBytes, LongText, Name, TransactionId, Utc, now
+from ..columns import (
+    AutoId,
+    ByteExact,
+    EventName,
+    Key,
+    LongBytes,
+    LongText,
+    Name,
+    Tenant,
+    Topic,
+    TransactionId,
+    Utc,
+    now,
+)
 from .views import VIEWS
 
 OLDEST_POSTGRESQL = (14,)
@@ -106,14 +119,14 @@ def _make_deliveries(op: Operations, name: str, postgres: bool) -> None:
         name,
         sa.Column("id", AutoId, sa.Identity(), primary_key=not postgres, nullable=False),
         sa.Column("event_id", sa.Uuid, nullable=False),
-        sa.Column("event_type", sa.String(200), nullable=False),
+        sa.Column("event_type", EventName, nullable=False),
         sa.Column("route", sa.BigInteger, nullable=False),
         sa.Column("shard", sa.Integer, nullable=False),
         sa.Column("schema_version", sa.Integer, nullable=False),
-        sa.Column("topic", Name, nullable=False),
-        sa.Column("key", ByteExact(512), nullable=False),
-        sa.Column("tenant", ByteExact(200)),
-        sa.Column("headers", JsonText, nullable=False),
+        sa.Column("topic", Topic, nullable=False),
+        sa.Column("key", Key, nullable=False),
+        sa.Column("tenant", Tenant),
+        sa.Column("headers", LongText, nullable=False),
         sa.Column("body", LongBytes, nullable=False),
         sa.Column("created_at", Utc, nullable=False, server_default=now()),
         sa.Column("status", sa.String(10), nullable=False, server_default="PENDING"),
@@ -125,14 +138,17 @@ def _make_deliveries(op: Operations, name: str, postgres: bool) -> None:
         *([xid] if postgres else []),
         identity("event_id", "route", "schema_version", name=f"uq_{name}_event"),
     )
-    is_unsent = sa.text("status <> 'SENT'")
-    _make_index(op, f"ix_{name}_lane", name, "route", "shard", "status", "id", where=is_unsent)
     if postgres:
-        # Leads to the rows of a transaction in a lane. Both this and the lane's index are partial, so that no statement
-        # can be planned with the wrong one, whatever the statistics say: only what names an xid can use this one, and
-        # only what names a status the other.
-        has_xid = sa.text("xid IS NOT NULL")
+        # The first leads to the rows of a lane, the second to those of a transaction in it. Both are partial, so that
+        # no statement can be planned with the wrong one, whatever the statistics say: only what names the status can
+        # use the first, and only what names an xid the second. The status of a row never changes in a log: in the key
+        # it would be dead weight.
+        is_pending, has_xid = sa.text("status = 'PENDING'"), sa.text("xid IS NOT NULL")
+        _make_index(op, f"ix_{name}_lane", name, "route", "shard", "id", where=is_pending)
         _make_index(op, f"ix_{name}_xid", name, "route", "shard", "xid", "id", where=has_xid)
+    else:
+        is_unsent = sa.text("status <> 'SENT'")
+        _make_index(op, f"ix_{name}_lane", name, "route", "shard", "status", "id", where=is_unsent)
 
 
 def _make_failures(op: Operations) -> None:
@@ -149,7 +165,7 @@ def _make_failures(op: Operations) -> None:
         sa.Column("available_at", Utc),
         sa.Column("last_error", LongText),
         sa.Column("event_id", sa.Uuid),
-        sa.Column("headers", JsonText),
+        sa.Column("headers", LongText),
         sa.Column("body", LongBytes),
     )
     book, is_due, is_edited = "pillarbox_failures", sa.text("status = 'RETRYING'"), sa.text("event_id IS NOT NULL")

@@ -21,7 +21,8 @@ def _headers(extracted: str, *names: str) -> str:
 # -- PostgreSQL: a log -------------------------------------------------------------------------------------------------
 
 # The state of a delivery is not stored: the lane's cursor, the announced batch and the failure book determine it.
-_POSTGRES_HEADER = "coalesce(f.headers, o.headers) ->> '{}'"
+_POSTGRES_HEADERS = "CAST(coalesce(f.headers, o.headers) AS json)"
+_POSTGRES_HEADER = f"{_POSTGRES_HEADERS} ->> '{{}}'"
 _FUNCTIONS = (
     """
 CREATE FUNCTION pillarbox_json_text(body bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
@@ -78,7 +79,7 @@ SELECT o.id, CAST('{direction}' AS varchar(10)) AS direction, coalesce(f.event_i
        coalesce(f.last_error, o.last_error) AS last_error,
        o.created_at, {_headers(_POSTGRES_HEADER, "occurred_at")}, coalesce(o.sent_at, j.settled_at) AS sent_at,
        {_headers(_POSTGRES_HEADER, "trace_id", "correlation_id", "content_type")},
-       coalesce(f.headers, o.headers) AS headers, pillarbox_json_text(coalesce(f.body, o.body)) AS payload,
+       {_POSTGRES_HEADERS} AS headers, pillarbox_json_text(coalesce(f.body, o.body)) AS payload,
        CASE WHEN b.sending THEN l.batch ELSE coalesce(o.batch, j.batch) END AS batch, o.number,
        o.event_id AS raised_event_id
 FROM {table} o
@@ -132,7 +133,7 @@ FROM pillarbox_lanes l CROSS JOIN LATERAL (
            CAST(split_part(l.cursor, ' ', 2) AS pg_snapshot) AS seen
 ) c CROSS JOIN LATERAL (
     SELECT o.* FROM {table} o
-    WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > c.high
+    WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.id > c.high
     UNION ALL
     SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
     WHERE o.route = l.route AND o.shard = l.shard AND o.id <= c.high
@@ -152,7 +153,7 @@ SELECT f.row_id, coalesce(f.event_id, o.event_id), o.event_type, f.route, f.shar
        o.created_at
 FROM pillarbox_failures f CROSS JOIN LATERAL (
     SELECT o.* FROM {table} o
-    WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id = f.row_id
+    WHERE o.route = f.route AND o.shard = f.shard AND o.status = 'PENDING' AND o.id = f.row_id
     ORDER BY o.id LIMIT 1
 ) o
 WHERE f.status IN ('RETRYING', 'PARKED', 'FAILED')
@@ -164,7 +165,7 @@ CROSS JOIN LATERAL (
            CAST(split_part(d.cursor, ' ', 2) AS pg_snapshot) AS seen
 ) c CROSS JOIN LATERAL (
     SELECT o.* FROM {table} o
-    WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.status <> 'SENT' AND o.id > c.high
+    WHERE o.route = l.route AND o.shard = l.shard AND o.status = 'PENDING' AND o.id > c.high
     UNION ALL
     SELECT o.* FROM pg_snapshot_xip(c.seen) AS running(xid) JOIN {table} o ON o.xid = running.xid
     WHERE o.route = l.route AND o.shard = l.shard AND o.id <= c.high AND NOT pillarbox_covered(d.cursor, o.id, o.xid)
