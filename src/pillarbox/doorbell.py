@@ -26,6 +26,8 @@ ANYBODY = LaneName(0, -1)
 
 PAUSE = 0.005
 """The shortest time between two messages to other processes; twice that while rings keep coming."""
+CROWD = 5
+"""With so many rings since the last message, it is four times that: a message costs as much as a small statement."""
 
 
 class Carrier(Protocol):
@@ -59,6 +61,8 @@ class Doorbell:
         self._rung: set[LaneName] = set()
         """What other threads have rung."""
         self._to_carry: set[LaneName] = set()
+        self._rings = 0
+        """How many rings these lanes come from."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._carrying: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -145,6 +149,7 @@ class Doorbell:
         unowned = self._tell(lanes)
         if self._carrier is not None and unowned:
             self._to_carry.update(unowned)
+            self._rings += 1
             if self._carrying is None or self._carrying.done():
                 self._carrying = asyncio.get_running_loop().create_task(self._carry(), name="doorbell: carry")
 
@@ -156,10 +161,10 @@ class Doorbell:
     async def _carry(self) -> None:
         carrier, pause = self._carrier, PAUSE
         while self._to_carry and carrier is not None:
-            lanes, self._to_carry = self._to_carry, set()
+            lanes, self._to_carry, self._rings = self._to_carry, set(), 0
             try:
                 await carrier.carry(lanes)
             except Exception as error:
                 logger.debug("the doorbell does not ring: %s", error)
             await asyncio.sleep(pause)
-            pause = 2 * PAUSE
+            pause = 2 * PAUSE if self._rings < CROWD else 4 * PAUSE
