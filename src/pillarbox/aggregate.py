@@ -24,9 +24,7 @@ class Collects(Protocol):
 
 
 class Recorded:
-    """Events of one aggregate that were raised and not collected yet. Stored in the instance, beside mapped
-    attributes.
-    """
+    """Events of one aggregate that were raised and not collected yet. Stored in the instance itself."""
 
     __slots__ = ("before", "collector", "events", "owner")
 
@@ -47,9 +45,7 @@ class Aggregate:
     """An object with an identity whose methods change it and raise events."""
 
     def raise_event(self, event: object) -> None:
-        """Record an event, with its content at this moment. It is written if, and only if, the aggregate's transaction
-        commits.
-        """
+        """Record an event, with its content now. It is written if, and only if, the transaction commits."""
         recorded = recorded_by(self)
         recorded.events.append(capture(event))
         if recorded.collector is not None:

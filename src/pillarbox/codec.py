@@ -36,9 +36,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, body: bytes, headers: Mapping[str, str]) -> Content:
-        """Decode a body of this codec. Raises `EventError` for other bytes. Never imports or calls anything that they
-        name.
-        """
+        """Decode a body of this codec. Raises `EventError` for others. Never imports or calls a name from the body."""
         ...
 
 

@@ -31,9 +31,7 @@ import msgspec
 from .errors import StoreError
 
 FIRST_XID = 3
-"""The first transaction id of a PostgreSQL cluster. Rows without one, written before the log existed, count
-as older.
-"""
+"""First transaction id of a PostgreSQL cluster. Rows without one are from before the log, and count as older."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -163,9 +161,7 @@ class Window(msgspec.Struct, frozen=True):
         return Cursor(max(high, self.reach) if count == late + len(self.fresh) else high, self.snapshot)
 
     def dealt_with(self, ids: Collection[int]) -> Cursor:
-        """The cursor after these rows. They must be the first ones, because rows behind the cursor are never read
-        again.
-        """
+        """The cursor after these rows. They must be the first ones: rows behind the cursor are never read again."""
         rows = self.ids
         count = next((index for index, row in enumerate(rows) if row not in ids), len(rows))
         if any(row in ids for row in rows[count:]):

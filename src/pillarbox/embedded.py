@@ -143,9 +143,7 @@ class EmbeddedPostgres:
             _Cluster(self.folder, _installed_wheel()).copy(primary.dsn())
 
     def control(self, *words: str) -> None:
-        """Run ``pg_ctl`` on the started server, for example ``"restart", "-m", "immediate"`` or ``"promote"``, and wait
-        for it.
-        """
+        """Run ``pg_ctl`` on the started server, for example ``"promote"`` or ``"restart", "-m", "immediate"``."""
         with self._gate():
             _Cluster(self.folder, _installed_wheel()).control(*words)
 
@@ -240,9 +238,7 @@ class _Cluster:
         )
 
     def _answers(self, host: Path) -> bool:
-        """Whether the server accepts connections. Waits for a server that is still starting after its starter was
-        killed.
-        """
+        """Whether the server accepts connections. Waits for one that is starting after its starter was killed."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             state = self._run("pg_isready", "-h", str(host), "-p", str(_PORT), "-q", as_server=False).returncode

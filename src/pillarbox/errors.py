@@ -114,9 +114,7 @@ class BulkStatementError(SessionError):
 
 
 class ConcurrencyError(PillarboxError):
-    """Another transaction changed the aggregate between this one's read and write: load it again and repeat
-    the change.
-    """
+    """Another transaction changed the aggregate after this one had read it: load it again and repeat the change."""
 
 
 class NotFoundError(PillarboxError, LookupError):

@@ -56,7 +56,7 @@ class Detours:
         return next((tenant for tenant in self._waiting if tenant not in held), None)
 
     def with_rows(self, tenants: Collection[str]) -> frozenset[str]:
-        """The tenants of these whose detours may have something to send."""
+        """The given tenants whose detours may have something to send."""
         return frozenset(tenant for tenant in tenants if tenant in self._waiting)
 
     def revive(self) -> None:

@@ -74,9 +74,7 @@ _SORTS = {"handlers": "consumers", "projection": "projections"}
 
 
 class _Inside:
-    """A relay or a consumer that runs inside the application. If it ends unexpectedly, that is logged, and `health`
-    reports it.
-    """
+    """A relay or consumer inside the application. If it ends unexpectedly, that is logged, and `health` reports it."""
 
     def __init__(self, worker: Relay | Consumer) -> None:
         self.worker = worker

@@ -30,9 +30,7 @@ class LeasedLane:
             self._timeout.reschedule(_loop_time(deadline))
 
     def check(self) -> None:
-        """Raise `LeaseLostError` if the lease may have ended: the process may have slept, and another relay may own the
-        lane.
-        """
+        """Raise `LeaseLostError` if the lease may have ended: after a sleep, another relay may own the lane."""
         if clock.current().monotonic() >= self._deadline:
             raise LeaseLostError(f"the lease of lane {self.lane} was not renewed in time")
 
@@ -89,7 +87,7 @@ class LeasedLane:
         return await self._store.rebuild(self.lane)
 
     async def asked(self, rows: Collection[int]) -> frozenset[int]:
-        """The rows of these for which operators have requests."""
+        """The given rows for which operators have requests."""
         return await self._store.asked(self.lane, rows)
 
 

@@ -274,9 +274,7 @@ class Page(msgspec.Struct, frozen=True):
     fresh: tuple[Row, ...]
     """Rows that were never tried, in the order of ids."""
     held: frozenset[str] = frozenset()
-    """Paused tenants whose rows come next and cannot be skipped without a detour. Until they have one, the page has no
-    fresh rows.
-    """
+    """Paused tenants whose rows come next and need a detour. Until they have one, the page has no fresh rows."""
     passed: bool = False
     """Whether the lane moves on, even if only past rows of detours. There may be more behind them."""
     scan_exhausted: bool = False
@@ -466,7 +464,7 @@ class OutboxStore(Protocol):
         ...
 
     async def asked(self, lane: Lane, rows: Collection[int]) -> frozenset[int]:
-        """The rows of these for which operators have requests. Such requests wait while their rows are in flight."""
+        """The given rows for which operators have requests. Such requests wait while their rows are in flight."""
         ...
 
     async def rebuild(self, lane: Lane) -> list[tuple[int, Row]]:

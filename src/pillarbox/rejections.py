@@ -36,9 +36,7 @@ MANY_KEYS = 20
 FEW_KEYS = 3
 MANY_TIMES = 3
 MOST_KEYS = 100
-"""After a long run of rejections that ended with an acceptance, a topic is allowed twice that run, up to this many
-keys.
-"""
+"""After a long run of rejections and an acceptance, a topic is allowed twice that run, up to this many keys."""
 PROBES = RetryPolicy(base=0.05, cap=30.0, attempts=1)
 _PROBES_A_STEP = 20
 """Number of probes at the same interval: where most keys are bad, it takes several to find a good one."""
@@ -120,9 +118,7 @@ class Place:
         return next(iter(self.lanes), None) == lane
 
     def due(self, lane: LaneName) -> float:
-        """When the lane may probe it. The lane whose turn it is comes first, so that not all lanes look for a message
-        at once.
-        """
+        """When the lane may probe it. The lane whose turn it is comes first, so that not all look for a message."""
         return self.next_probe if self.is_turn_of(lane) else self.next_probe + PATIENCE
 
     def to_the_end(self, lane: LaneName) -> None:

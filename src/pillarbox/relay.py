@@ -369,9 +369,7 @@ class Relay:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def _attend(self) -> None:
-        """Renew leases and take lanes up to the fair share. If the store fails, this is tried again; leases expire
-        anyway.
-        """
+        """Renew leases and take lanes up to the fair share. If the store fails, try again later."""
         self._tried_at = clock.current().monotonic()
         try:
             census = await self._attend_once()
@@ -429,7 +427,7 @@ class Relay:
                 continue
             if ours.get(lane.name):
                 worker.extend(self._deadline(before))
-            elif lane.name not in ours:  # a missing name means a locked row: the current lease holds until it ends
+            elif lane.name not in ours:  # otherwise its row is locked, and the current lease holds
                 extra = self._fields(telemetry.LOG_TAKEN_OVER, lane)
                 logger.warning("relay %s: lane %s was taken over", self.name, lane, extra=extra)
                 worker.lose()
@@ -771,9 +769,7 @@ def open_ground(route: int, shards: frozenset[int] | None, census: Census) -> fr
 
 
 def fair_share(relay: str, route: int, shards: frozenset[int] | None, census: Census) -> int:
-    """Number of lanes of a route that a relay may hold: an equal part. The remaining lanes go to different relays for
-    different routes.
-    """
+    """Number of lanes of a route that a relay may hold: an equal part, and for some routes one lane more."""
     peers = {name for name, served in census.relays.items() if route in served and census.shards.get(name) == shards}
     ranked = sorted(peers | {relay})
     part, rest = divmod(len(open_ground(route, shards, census)), len(ranked))

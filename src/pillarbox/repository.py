@@ -144,9 +144,7 @@ class Repository(Generic[T]):
             raise ConfigurationError(f"no interceptor of this repository keeps a removed {self.model.__name__}")
 
     async def add_all(self, entities: Iterable[T], *, portion: int = 500) -> Added:
-        """Add many entities, in savepoints of ``portion`` each. A portion that fails is rolled back alone and
-        reported.
-        """
+        """Add many entities, in savepoints of ``portion`` each. A failing portion is rolled back alone and reported."""
         if portion < 1:
             raise ConfigurationError(f"a portion holds at least one entity, got portion={portion}")
         await self._flush()

@@ -129,9 +129,7 @@ _CONDITIONS_REACH_ALL = not __version__.startswith("2.0.")
 
 
 def unconditional(state: ORMExecuteState) -> str | None:
-    """Describe a statement that names a tenant-scoped class and would be executed without the condition on
-    the tenant.
-    """
+    """Describe a statement that names a tenant-scoped class but would run without the condition on the tenant."""
     statement: Any = state.statement
     if isinstance(statement, FromStatement):
         return _unconditional_within(statement.element)

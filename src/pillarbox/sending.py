@@ -61,7 +61,7 @@ _Item = tuple[int, Row]
 
 
 Acknowledged = Mapping[int, str]
-"""Accepted events of an announced batch, by number. The number alone is not enough: after a fail-over that loses
+"""Accepted events of an announced batch, by number. The number alone is not enough: after a failover that loses
 transactions, the database may assign the same number and row to another event.
 """
 
@@ -216,9 +216,7 @@ class Sender:
         return reasons
 
     async def _open(self, topics: Collection[str]) -> Mapping[str, int]:
-        """The last numbers of these topics, if the transport is numbered. Raises `_Bug` for an unexpected error or
-        answer.
-        """
+        """The last numbers of these topics, if the transport is numbered. Raises `_Bug` for an unexpected answer."""
         capabilities = self._publisher.capabilities
         try:
             async with self._leased.within(), asyncio.timeout(capabilities.timeout):
@@ -622,7 +620,7 @@ class Sender:
         if not pushed:
             return items, None
         found = len(pushed)
-        if pushed[-1][0] == last:  # otherwise it was amended away, when all lower ones were stored
+        if pushed[-1][0] == last:  # otherwise it was amended away, after all lower ones were stored
             outcome = None
             while outcome is None and pushed:
                 try:

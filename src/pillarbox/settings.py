@@ -245,9 +245,7 @@ class _Given:
                 yield f"{name}: there is no such setting; {instead}"
 
     def without_json(self) -> list[str]:
-        """A line for each variable that should be JSON and is not. Its value is left out, because it may be a
-        secret.
-        """
+        """A line for each variable that should be JSON and is not. Its value may be a secret and is left out."""
         lines = []
         for key, field in KEYS.items():
             if isinstance(field.default, dict) and (value := self._variables.get(variable(key))):

@@ -82,9 +82,7 @@ class Tenancy:
         return Session.connection(session)
 
     def check_raw_connection(self, session: Session, options: Mapping[str, Any] | None) -> None:
-        """Called when code requests the raw connection. Its statements are checked when they are executed; see
-        `_on_begin`.
-        """
+        """Called when code requests the raw connection. Its statements are checked at execution; see `_on_begin`."""
         if self.required and not _is_unscoped(session, options or {}):
             self._claim(session, "a connection of this box")
 

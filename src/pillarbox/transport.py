@@ -54,9 +54,7 @@ class Capabilities:
     """Messages of one topic and key are best sent together, so the lane groups them."""
 
     opens: bool = False
-    """Topics are opened before each batch, so that one that cannot be opened holds up no other. Implied by
-    ``numbered``.
-    """
+    """Topics are opened before each batch, so that a closed one holds up no other. Implied by ``numbered``."""
 
     forgets_after: float | None = None
     """Seconds until it forgets the numbers of an absent producer; None: never."""
@@ -132,7 +130,7 @@ class Publisher(Protocol):
         ...
 
     async def send(self, producer: str, messages: Sequence[Message]) -> Outcome:
-        """Send messages, in order per key, and wait for the answers. Called once at a time for each producer.
+        """Send messages, in order per key, and wait for the answers. Never called concurrently for a producer.
 
         If a message of a key is not accepted, no later one of that key may be. On a numbered transport, if a message of
         a topic is not stored, no later one of that topic may be: a successor knows only the highest number and assumes
@@ -261,9 +259,7 @@ class History(Protocol):
     """The messages that a broker has kept, for one reader."""
 
     def pages(self) -> AsyncGenerator[Sequence[Message], None]:
-        """Messages that earlier calls did not return, up to the end of the topics at the time of the call. In order per
-        key.
-        """
+        """Messages that earlier calls did not return, up to the end of the topics at the call. In order per key."""
         ...
 
     async def aclose(self) -> None:
@@ -284,9 +280,7 @@ class Rereads(Protocol):
 
 @runtime_checkable
 class Unsubscribes(Protocol):
-    """A subscriber that can remove a group from its broker. The broker keeps messages for a group until it is
-    removed.
-    """
+    """A subscriber that can remove a group from its broker, which otherwise keeps messages for the group."""
 
     async def unsubscribe(self, topics: Sequence[str], group: str) -> None:
         """Remove the group from these topics. A missing group is fine. Raises `OSError` if the group remains: the

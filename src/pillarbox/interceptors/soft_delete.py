@@ -25,9 +25,7 @@ class SoftDeletable:
 
 
 class SoftDelete(Interceptor):
-    """Marks a `SoftDeletable` entity instead of deleting its row, and hides it unless a read sets
-    ``include_deleted``.
-    """
+    """Marks a `SoftDeletable` entity instead of deleting its row. Reads need ``include_deleted`` to see it."""
 
     def removing(self, session: Session, entity: Any) -> bool:  # noqa: ARG002  the same in all sessions
         if isinstance(entity, SoftDeletable) and entity.deleted_at is None:

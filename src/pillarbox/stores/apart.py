@@ -70,9 +70,7 @@ class Apart:
         return True
 
     async def _run(self, engine: Engine, work: Callable[[Engine], None]) -> None:
-        """Run the work in a task that is abandoned when its time is over: a driver may take long to close a
-        connection.
-        """
+        """Run the work in a task that is abandoned after its time: a driver may take long to close a connection."""
         task = asyncio.ensure_future(self._take_turn(engine, work))
         self._left.add(task)
         task.add_done_callback(self._end)

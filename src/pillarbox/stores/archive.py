@@ -216,7 +216,7 @@ def check_origin(connection: Connection, summary: Summary, *, foreign: bool) -> 
 
 
 def absent(connection: Connection, rows: Sequence[Archived]) -> list[Archived]:
-    """The deliveries of these that are not in the outbox."""
+    """The given deliveries that are not in the outbox."""
     ids = [row.event_id for row in rows]
     identity = (outbox.c.event_id, outbox.c.route, outbox.c.schema_version)
     there: set[tuple[Any, ...]] = {

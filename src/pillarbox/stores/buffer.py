@@ -75,9 +75,7 @@ class Buffer:
         return None if lane is None or not lane.rows else (lane.low, lane.high)
 
     def get(self, name: LaneName, row: int, xid: int) -> Streamed | None:
-        """The row, if it is buffered with this transaction. The same id with another transaction is from another
-        history.
-        """
+        """The row, if it is buffered with this transaction. With another one, it is from another history."""
         lane = self._lanes.get(name)
         found = None if lane is None else lane.rows.get(row)
         return found if found is not None and found.xid == xid else None
@@ -108,7 +106,7 @@ class Buffer:
         lane.low = max(lane.low, rows[-1] + 1)
 
     def unnamed(self, asked: Collection[LaneName]) -> set[LaneName]:
-        """The lanes of these that may have rows that no read has named. Rows that a read has passed over count a few
+        """The given lanes that may have rows that no read has named. Rows that a read has passed over count a few
         times only. Lanes whose rows are not kept always count.
         """
         lanes = {name for name in asked if (lane := self._lanes.get(name)) is None or lane.rows}

@@ -196,7 +196,7 @@ class Failures:
         self._write([Written(row, of[row].tenant, of[row].key, Status.PARKED, attempts.get(row, 0)) for row in rows])
 
     def failed_before(self, rows: Iterable[int]) -> Collection[int]:
-        """The rows of these that have failed before."""
+        """The given rows that have failed before."""
         return self._failed(rows).keys()
 
     def count_attempts(self, attempts: Mapping[int, int]) -> None:

@@ -176,9 +176,7 @@ class View:
             column("raised_event_id", outbox.c.event_id.type),
         )
         self.unsent = table(f"pillarbox_{direction}_unsent", *(column(name, outbox.c[name].type) for name in _UNSENT))
-        """Deliveries that are still to be sent or were discarded. PostgreSQL finds them without reading the whole
-        table.
-        """
+        """Deliveries that are unsent or were discarded. PostgreSQL finds them without reading the whole table."""
         goes_in = routes.c.destination == INBOX_DESTINATION
         claimed = exists().where(claims.c.delivery == self.events.c.raised_event_id)
         self.has_route: ColumnElement[bool] = goes_in if direction is Direction.INBOUND else ~goes_in

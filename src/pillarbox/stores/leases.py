@@ -82,7 +82,7 @@ class Leases(Turns):
                     logger.warning("lane %s cannot be made ready, and is left: %s", lane, redacted(str(error)))
                     unready.append(lane)
         if unready:
-            with suppress(Exception):  # otherwise they wait until their leases expire, and must not delay others
+            with suppress(Exception):  # if it fails, their leases expire
                 await self.release(relay, unready)
         return [lane for lane in taken if lane not in unready]
 
@@ -152,9 +152,7 @@ class Leases(Turns):
     async def _wait_for(
         self, few: Sequence[Lane], change: Callable[..., dict[LaneName, bool]], until: float
     ) -> dict[LaneName, bool]:
-        """Change lanes that were locked, or give up. When there is no time left to wait, try once more
-        without waiting.
-        """
+        """Change lanes that were locked, or give up. When no time is left, try once more without waiting."""
         left = until - clock.current().monotonic()
         whole_seconds = self._engine.dialect.name in ("mysql", "mariadb")
         if left >= (1.0 if whole_seconds else 0.001):
@@ -324,9 +322,7 @@ def lane_of(row: Mapping[Any, Any]) -> Lane:
 
 
 def _with_waiting_keys(connection: Connection, taken: Sequence[Lane]) -> list[Lane]:
-    """The lanes with their waiting keys: those with a failed or parked delivery. From here on, the owner maintains the
-    list.
-    """
+    """The lanes with the keys that have a failed or parked delivery. From here on, the owner maintains them."""
     skipping = [lane.route.id for lane in taken if lane.route.on_failure is FailurePolicy.SKIP]
     is_dead = and_(failures.c.status == Status.FAILED, failures.c.route.in_(skipping))
     here = (among(failures, [lane.name for lane in taken]), failures.c.status.in_(WAITING), ~is_dead)
@@ -381,9 +377,7 @@ def _renew(
 
 
 def _locked(connection: Connection, ours: ColumnElement[bool], wait: float | None) -> dict[LaneName, str | None]:
-    """Lock the rows of these lanes, all of them or only unlocked ones. Returns the names and troubles of the locked
-    lanes.
-    """
+    """Lock the rows of these lanes: all, or only unlocked ones. Returns the locked lanes with their troubles."""
     found = select(lanes.c.route, lanes.c.shard, lanes.c.trouble).where(ours).with_for_update(skip_locked=not wait)
     with _waiting(connection, wait or 0.0):
         return {LaneName(route, shard): trouble for route, shard, trouble in connection.execute(found)}

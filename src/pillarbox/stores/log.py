@@ -232,9 +232,7 @@ class LogStore(Appender, Leases):
         return _divide(connection, lane, {tenant: at for tenant, at in detours.items() if tenant not in arrived})
 
     def _has_arrived(self, connection: Connection, lane: Lane, detour: str) -> bool:
-        """Whether the detour has sent everything that the lane has skipped: then the lane's cursor holds for its tenant
-        too.
-        """
+        """Whether the detour has sent everything that the lane has skipped, so that the lane's cursor is enough."""
         main, at = settled_at(lane), settled_at(lane, detour)
         while main.has_passed(at):
             found = look_at(connection, lane, detour, Room(_AT_ONCE, 1_048_576, RowReader(self.table)))

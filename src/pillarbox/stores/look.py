@@ -139,7 +139,7 @@ def look_at(connection: Connection, lane: Lane, detour: str | None, room: Room) 
     """Read the next rows."""
     start = position(lane, detour)
     found = _look_from(start, connection, lane, detour, room)
-    if start.paging is not None and not found.rows:  # the other late rows belong to detours
+    if start.paging is not None and not found.rows:  # the late rows that are left belong to detours
         behind = Cursor(start.high, start.paging)
         if detour is None or position(lane).leads(behind):
             found = _look_from(behind, connection, lane, detour, room)
@@ -228,9 +228,7 @@ class Looked(msgspec.Struct, frozen=True):
     detour: str | None
 
     def check(self, found: Sequence[Any]) -> tuple[Any, Snapshot, tuple[int, ...]]:
-        """The number of late rows (after a quick read, one of them), the snapshot of the read, and their
-        transactions.
-        """
+        """The number of late rows (after a quick read, one of them), the read's snapshot, and their transactions."""
         _, count, _, told, xids, refused, *_ = next(values for values in found if values[0] == _LOOK)
         if refused == "standby":
             raise StoreError("this server is a standby: its snapshots do not show who is at work on the primary")

@@ -65,9 +65,7 @@ _PLACES = f"""
     CASE WHEN {_ELSEWHERE} THEN NULL ELSE headers END,
     CASE WHEN NOT {_ELSEWHERE} AND length(body) <= CAST(:max_bytes AS bigint) / CAST(:limit AS bigint) THEN body END
     AS body"""
-"""The same, but rows that may be buffered have only their places: no event id, and the transaction id instead of the
-topic.
-"""
+"""The same, but rows that may be buffered have only places: no event id, and the transaction instead of the topic."""
 
 # The first failed row, if it is due. The rows behind it in the index are not read.
 _TRY_AGAIN = """
@@ -274,4 +272,4 @@ DISCARDED = DirectStatement(
         "AND f.route = :route AND f.shard = :shard AND f.row_id = ANY (CAST(:ids AS bigint[]))"
     )
 )
-"""The rows of these that were discarded."""
+"""The given rows that were discarded."""

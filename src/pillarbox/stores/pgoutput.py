@@ -56,9 +56,7 @@ class Decoder:
         self._wanted: tuple[int, ...] = ()
 
     def row(self, message: memoryview) -> Streamed | None:
-        """The row of an insert into the outbox, if it has a transaction. A row whose id is in ``skip`` is not
-        decoded.
-        """
+        """The row of an insert into the outbox, if it has a transaction. Rows in ``skip`` are not decoded."""
         kind = message[0]
         if kind == _INSERT:
             return self._inserted(message)

@@ -174,9 +174,7 @@ class QueueStore(Appender, Leases):
 
 
 def _fetched(connection: Connection, statement: Any, parameters: dict[str, Any]) -> Sequence[Any]:
-    """The rows in the driver's own form: they need no conversion, and a wrapper for each would cost more than
-    the rest.
-    """
+    """The rows in the driver's own form: they need no conversion, and wrappers would cost more than the rest."""
     result = connection.execute(statement, parameters)
     rows: Sequence[Any] = result.cursor.fetchall() if result.cursor is not None else ()
     result.close()

@@ -95,9 +95,7 @@ def _first(words: Words, of: str, parks: str = ":parks") -> str:
 
 
 def _page(words: Words, found: str, status: str) -> str:
-    """Rows up to the one with which the bytes are reached. Sizes are read first, because databases copy
-    summed values.
-    """
+    """Rows up to the one with which the bytes are reached. Sizes come first, because databases copy summed values."""
     return f"""
         SELECT {_ROW}, {status} FROM (
             SELECT sized.row_id, sized.size, sum(sized.size) OVER (ORDER BY sized.row_id) AS total FROM (

@@ -135,9 +135,7 @@ def scope(
 
 
 def stretches(connection: Connection, scope: Scope) -> list[Stretch]:
-    """The stretches to read, in this order: first the lanes of a log, then ranges of ids, which have few rows left by
-    then.
-    """
+    """The stretches to read, in this order: the lanes of a log, then ranges of ids, with few rows left by then."""
     if not _is_postgres(connection):
         return [Stretch(table=table) for table in scope.tables]
     found = []
@@ -265,9 +263,7 @@ def guard(connection: Connection) -> None:
 
 
 def remove(connection: Connection, keys: Sequence[RowKey], table: str = OUTBOUND) -> int:
-    """Delete the rows of these that still exist and are still expired, with the records about them. Returns their
-    number.
-    """
+    """Delete the given rows that are still expired, with the records about them. Returns their number."""
     alone(connection)
     if not keys:
         return 0

@@ -297,9 +297,7 @@ class Harness:
         tenant: str | None = None,
         broker: str | None = None,
     ) -> None:
-        """Publish an event on a topic, like another service. The next `drain` receives it; it does not count as
-        published.
-        """
+        """Publish an event on a topic, like another service, for the next `drain`. It does not count as published."""
         await self.start()
         message = self._message(event, topic, key, tenant)
         self._sent_here.add(UUID(message.headers["event_id"]))
@@ -354,9 +352,7 @@ class Harness:
         return [event for event in found.values() if kind is None or isinstance(event, kind)]
 
     def assert_published(self, kind: type[_Event], *, times: int | None = None, **fields: object) -> list[_Event]:
-        """Assert that events of this type with these fields were published: ``times``, or at least once.
-        Returns them.
-        """
+        """Assert that events of this type with these fields were published, and return them."""
         __tracebackhide__ = True
         check_fields(kind, fields)
         found = [event for event in self.published(kind) if not differences(event, fields)]

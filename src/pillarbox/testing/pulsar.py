@@ -618,9 +618,7 @@ class _Group:
 
 
 def _java_options(programs: Path) -> list[str]:
-    """The options of ``bin/pulsar`` for Java. That script starts two more Javas, and reads every ``PULSAR_``
-    variable.
-    """
+    """The options of ``bin/pulsar``, which itself starts two more Javas and reads ``PULSAR_`` variables."""
     opened = ("io", "util.zip", "nio")
     drivers = {"bookie.drivers": "PulsarMetadataBookieDriver", "client.drivers": "PulsarMetadataClientDriver"}
     return [

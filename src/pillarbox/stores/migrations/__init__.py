@@ -75,9 +75,7 @@ def _run(operations: Operations, number: int) -> None:
 
 @contextmanager
 def _bounded_waiting(connection: Connection) -> Iterator[None]:
-    """Limit the wait for busy tables, and restore the setting for the rest of the transaction, which may be a
-    user's.
-    """
+    """Limit the wait for busy tables, and restore the setting afterwards: the transaction may be a user's."""
     if connection.dialect.name != "postgresql":
         yield
         return

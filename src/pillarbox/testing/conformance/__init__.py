@@ -1,3 +1,1 @@
-"""Conformance suites: one test class per port, one test per sentence of its contract. A binding provides the
-fixture.
-"""
+"""Conformance suites: a test class per port, a test per sentence of its contract. A binding has the fixture."""

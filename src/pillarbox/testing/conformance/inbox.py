@@ -82,7 +82,7 @@ class World(ABC):
             return found
 
     async def gated(self, *lines: int, consumer: int = CONSUMER) -> set[int]:
-        """The lines of these that are gated."""
+        """The given lines that are gated."""
         return {*(await self.ask([arrival()], *lines, consumer=consumer)).gated}
 
     async def spill(

@@ -56,9 +56,7 @@ class World(ABC):
 
     @abstractmethod
     async def read(self, topic: str) -> Sequence[Message]:
-        """The messages of the topic, in order per key, read without the publisher. Keys and the header ``event_id`` are
-        always present.
-        """
+        """Messages of the topic, in order per key, read without the publisher; with keys and ``event_id``."""
 
     async def go_away(self) -> None:
         """Make the destination unavailable."""
@@ -83,9 +81,7 @@ class World(ABC):
 
 
 class PublisherContract:
-    """The promises of `Publisher`. Requests have up to twenty messages, in one test as many as the publisher
-    accepts.
-    """
+    """The promises of `Publisher`. Requests have up to twenty messages, in one test as many as are accepted."""
 
     # -- capabilities and preflight ------------------------------------------------------------------------------------
 

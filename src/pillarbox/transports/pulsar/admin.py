@@ -139,9 +139,7 @@ class PulsarAdmin:
         return None if count == 0 and await self.stats(topic) is None else count
 
     async def create_topic(self, topic: TopicName, partitions: int = 0) -> bool:
-        """Create a topic with this number of partitions, or without. Returns False if it exists already, with any
-        number.
-        """
+        """Create a topic with or without partitions. Returns False if it exists already, with any partitions."""
         path = f"{topic.path}/partitions" if partitions else topic.path
         return await self._create(path, partitions or None)
 
@@ -162,9 +160,7 @@ class PulsarAdmin:
         return None if response is None or response.status_code != 200 else _decoded(response)
 
     async def namespace_deduplicates(self, namespace: str) -> bool:
-        """Whether topics of ``tenant/namespace`` without a policy are deduplicated: by its policy, or else by the
-        broker's setting.
-        """
+        """Whether topics without a policy are deduplicated: by the namespace's policy, or else the broker's setting."""
         found = await self.policies(namespace)
         if found is not None and found.deduplication is not None:
             return found.deduplication

@@ -19,9 +19,7 @@ _Lookup = wire.LookupResponse
 
 
 class Client:
-    """Shared by all producers of a transport. Connections are opened on demand, also after a loss. Nothing runs in the
-    background.
-    """
+    """Shared by all producers of a transport. Opens connections on demand, also after a loss. No background tasks."""
 
     def __init__(
         self,

@@ -137,9 +137,7 @@ class Connection(asyncio.Protocol):
         return self
 
     def write(self, data: bytes) -> None:
-        """Send one or several frames. On a lost connection this does nothing, because uvloop's transports
-        would raise.
-        """
+        """Send one or several frames. Does nothing on a lost connection, where uvloop's transports would raise."""
         if self.lost is None:
             self._socket.write(data)
 

@@ -19,9 +19,7 @@ from .frames import Entry
 _DUPLICATE = 2**64 - 1
 """The ledger of a message that was not stored because its number was used before."""
 SILENCE = 60.0
-"""Seconds after which a connected broker that sends no receipts is given up. A broker without bookies reports an error
-after thirty.
-"""
+"""Seconds without receipts after which a broker is given up. One without bookies reports an error after thirty."""
 _Type = wire.Command.Type
 
 

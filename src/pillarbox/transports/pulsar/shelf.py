@@ -92,9 +92,7 @@ class Room:
         return self._used_messages >= self._messages or self._used_size >= self._size
 
     def use(self, size: int) -> bool:
-        """Wait for room, and use some of it. Returns False once it is closed. A message may exceed the
-        remaining room.
-        """
+        """Wait for room, and use some of it. Returns False once closed. A message may exceed the remaining room."""
         if self._is_full:
             with self._change:
                 while self._is_full and not self._closed:

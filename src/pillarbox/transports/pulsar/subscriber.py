@@ -49,9 +49,7 @@ _AT_ONCE = 8
 _REFUSED = 30.0
 """Seconds after which a topic of a template that could not be joined is tried again."""
 _LOST = 30.0
-"""Seconds without a connection after which a topic is joined again: the client may have given it up without a
-report.
-"""
+"""Seconds without a connection after which a topic is joined again: the client may have given it up silently."""
 _IDLE = 5.0
 """Seconds without a message after which the broker is asked to dispatch again."""
 _FAREWELL = 2.0

@@ -45,9 +45,7 @@ class TopicFinder:
         self._hashes: dict[TopicName, str] = {}
 
     async def look(self) -> None:
-        """Search for new topics. Raises `OSError` if that is impossible now, `ConfigurationError` if it is not
-        permitted.
-        """
+        """Search for new topics. Raises `OSError` if it is impossible now, `ConfigurationError` if forbidden."""
         await asyncio.gather(*map(self._look_for, self._templates))
 
     async def close(self) -> None:

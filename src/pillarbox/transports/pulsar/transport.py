@@ -66,9 +66,7 @@ LARGE = MAX_HEADERS // 8
 RECOUNT = 60.0
 """Seconds after which the partitions of a topic and the settings of a namespace are read again."""
 FORGETS_AFTER = 6 * 3600.0
-"""A broker's default for keeping the numbers of an absent producer:
-brokerDeduplicationProducerInactivityTimeoutMinutes.
-"""
+"""A broker's default of brokerDeduplicationProducerInactivityTimeoutMinutes, in seconds."""
 SLOWEST = 30.0
 """Seconds that a request may take: a producer reconnects by itself meanwhile."""
 IDLE = 300.0
@@ -359,9 +357,7 @@ class PulsarTransport:
         held[place] = await Producer.open(connection, str(topic), name, patience=self._timeout)
 
     async def _check_deduplication(self, topic: str, name: TopicName) -> None:
-        """Check deduplication once for all lanes: they start together and share topics, so one of them asks and the
-        others wait.
-        """
+        """Check deduplication once for all lanes: they start together, so one of them asks and the others wait."""
         if self.admin is None or topic in self._deduplicating:
             return
         async with self._checking.setdefault(topic, asyncio.Lock()):
