@@ -352,7 +352,7 @@ class Harness:
         return [event for event in found.values() if kind is None or isinstance(event, kind)]
 
     def assert_published(self, kind: type[_Event], *, times: int | None = None, **fields: object) -> list[_Event]:
-        """Assert that events of this type with these fields were published, and return them."""
+        """Assert that such events were published, ``times`` times or at least once, and return them."""
         __tracebackhide__ = True
         check_fields(kind, fields)
         found = [event for event in self.published(kind) if not differences(event, fields)]

@@ -66,7 +66,7 @@ LARGE = MAX_HEADERS // 8
 RECOUNT = 60.0
 """Seconds after which the partitions of a topic and the settings of a namespace are read again."""
 FORGETS_AFTER = 6 * 3600.0
-"""A broker's default of brokerDeduplicationProducerInactivityTimeoutMinutes, in seconds."""
+"""Seconds: a broker's default of brokerDeduplicationProducerInactivityTimeoutMinutes."""
 SLOWEST = 30.0
 """Seconds that a request may take: a producer reconnects by itself meanwhile."""
 IDLE = 300.0
