@@ -45,6 +45,10 @@ request is on its way: one that comes late still commits.
 EFFECT, FOLLOW_UP, SPILLED, DEAD_LETTER = "effect", "follow-up", "spilled", "dead letter"
 
 
+_DULL = frozenset({"count_claims", "_prune"})
+"""What a consumer asks every few seconds, besides what `Database.housekeeping` has."""
+
+
 class Record(NamedTuple):
     """Something that was committed."""
 
@@ -208,10 +212,11 @@ class Database:
 class SimulatedUnitOfWork:
     """A transaction as a handler sees it. Objects are marks: adding one is the effect, publishing one the follow-up."""
 
-    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire) -> None:
+    def __init__(self, database: Database, chaos: Chaos, life: Life, wire: Wire, *, commits_as: str = "commit") -> None:
         self._database = database
         self._chaos = chaos
         self._wire = wire
+        self._commits_as = commits_as
         self._pending: list[Record] = []
         self.transaction = database.begin(life)
 
@@ -253,7 +258,7 @@ class SimulatedUnitOfWork:
 
     async def _commit(self) -> None:
         try:
-            await self._wire.ask("commit", partial(self._database.commit, self.transaction))
+            await self._wire.ask(self._commits_as, partial(self._database.commit, self.transaction))
         except ConnectionError as error:
             self.transaction.linger = UNHEARD
             raise CommitOutcomeUnknown from error
@@ -329,8 +334,9 @@ class SimulatedHome:
 
     async def apart(self, function: Callable[..., _Found], *arguments: Any, **options: Any) -> _Found:
         here: Callable[..., _Found] = self._database.housekeeping.get(function, function)
-        async with self._unit() as uow:
-            kind = "spill" if here is function else "keep house"
+        is_dull = here is not function or function.__name__ in _DULL
+        async with self._unit(commits_as="keep house" if is_dull else "commit") as uow:
+            kind = "keep house" if is_dull else "spill"
             return await uow.ask(kind, lambda transaction: here(transaction, *arguments, **options))
 
     def relay_to(self, consumer: str, destination: Publisher, grace: float, *, inbound: bool) -> Relay:  # noqa: ARG002
