@@ -17,12 +17,23 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
-from uuid import UUID
+from uuid import RFC_4122, UUID
 
 import msgspec
 
 from .outbox import stable_hash
 from .transport import Message
+
+
+class KnownBy(StrEnum):
+    """What the inbox knows a message by."""
+
+    EVENT = "event"
+    """The id of its event."""
+    CONTENT = "content"
+    """A hash of all that it says: it could not be read."""
+    BODY = "body"
+    """A hash of the id of its event and of its body: another body had come under that id before."""
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +43,31 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     schema_version: int
     digest: bytes
     """What `digest_of` says of its body."""
+
+    @classmethod
+    def of_event(cls, event_id: UUID, schema_version: int, body: bytes) -> Arrival:
+        """A message that was read. By the id of its event, unless that is of a variant that is not in use: MariaDB
+        takes no such.
+        """
+        known = event_id if event_id.variant == RFC_4122 else _name(event_id.bytes)
+        return cls(known, schema_version, digest_of(body))
+
+    @classmethod
+    def of_content(cls, message: Message) -> Arrival:
+        """A message that cannot be read. Once it can, the inbox gets the id of its event, too."""
+        headers = message.headers
+        said = [f"{name}={headers[name]}".encode(errors="surrogatepass") for name in sorted(headers)]
+        place = [part.encode(errors="surrogatepass") for part in (message.topic, message.key)]
+        return cls(_name(*place, *said, message.body), 0, digest_of(message.body))
+
+    def altered(self) -> Arrival:
+        """A message whose id was seen with another body: each such body once."""
+        return Arrival(_name(self.event_id.bytes, self.digest), self.schema_version, self.digest)
+
+    @property
+    def why_altered(self) -> str:
+        """Why such a message fails."""
+        return f"event {self.event_id} was seen before in version {self.schema_version}, with another body"
 
 
 class Admission(StrEnum):
@@ -125,6 +161,13 @@ def consumer_id(name: str, generation: int = 1) -> int:
 def digest_of(body: bytes) -> bytes:
     """Two bodies with the same digest are the same."""
     return hashlib.blake2b(body, digest_size=16).digest()
+
+
+def _name(*parts: bytes) -> UUID:
+    content = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content.update(len(part).to_bytes(8, "big") + part)
+    return UUID(bytes=content.digest(), version=5)
 
 
 class DeadLetter(msgspec.Struct, frozen=True):

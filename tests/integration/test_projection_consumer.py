@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import pytest
@@ -10,8 +11,19 @@ from sqlalchemy import String, select
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pillarbox import Change, IntegrationEvent, Message, Pillarbox, Projection, ProjectionRow, TenantScoped, on
+from pillarbox import (
+    Change,
+    IntegrationEvent,
+    Message,
+    Pillarbox,
+    Projection,
+    ProjectionRow,
+    RetryPolicy,
+    TenantScoped,
+    on,
+)
 from pillarbox.consumers.consumer import Consumer
+from pillarbox.consumers.processing import Processor
 from pillarbox.transports.memory import MemoryTransport
 from tests.conftest import EACH_DATABASE, FreshDatabase
 
@@ -37,6 +49,17 @@ class BookRow(ProjectionRow, Base):
 class Books(Projection, row=BookRow, name="books"):
     @on(Shelved)
     def shelved(self, event: Shelved) -> Change:
+        return self.put(book=event.book, shelf=event.shelf)
+
+
+class LooseBooks(Projection, row=BookRow, name="loose"):
+    lost: ClassVar[set[str]] = set()
+    """Those of which nothing can be said now."""
+
+    @on(Shelved)
+    def shelved(self, event: Shelved) -> Change:
+        if event.book in self.lost:
+            raise LookupError(event.book)
         return self.put(book=event.book, shelf=event.shelf)
 
 
@@ -116,6 +139,32 @@ async def test_a_second_unique_key_leads_to_nobody_elses_row(box: Pillarbox, bro
     await send(broker, "persuasion", "window", tenant="globex")
     assert (await places.drain()).handled == 0
     assert await shelves(box, PlaceRow) == {"emma": "window"}
+
+
+@pytest.mark.dialects
+async def test_what_was_spilled_takes_effect_together_but_for_what_still_fails(
+    box: Pillarbox, broker: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quickly = RetryPolicy(base=0.001, cap=0.01)
+    books = box.projection(LooseBooks, source="broker", topics=[TOPIC], batch=50, retry=quickly)
+    names, redeemed, redeem = [f"book {number}" for number in range(8)], list[int](), Processor._redeem_all
+
+    def count(self: Processor, connection: Any, opened: Any) -> Any:
+        redeemed.append(len(opened))
+        return redeem(self, connection, opened)
+
+    monkeypatch.setattr(Processor, "_redeem_all", count)
+    monkeypatch.setattr(LooseBooks, "lost", {*names})
+    for shelf in ("window", "desk"):
+        for name in names:
+            await send(broker, name, shelf)
+    await books.register()
+    await books._intakes[0].drain(0.5)
+    assert await shelves(box) == {}
+    monkeypatch.setattr(LooseBooks, "lost", {"book 3"})
+    await books.drain()
+    assert await shelves(box) == {name: "desk" for name in names if name != "book 3"}
+    assert max(redeemed) > 1
 
 
 async def test_what_has_taken_effect_may_come_again_alone(box: Pillarbox, broker: MemoryTransport) -> None:

@@ -36,6 +36,8 @@ SOURCE = "broker"
 SHARDS = 2
 MARK = "simulated_mark"
 """The header with the number that the world knows a message by."""
+LOST = 1.5
+"""The server hears no ROLLBACK of a transaction that would linger for longer."""
 UNHEARD = 30.0
 """Seconds after which the server ends a transaction whose client has given up waiting for its COMMIT. Longer than any
 request is on its way: one that comes late still commits.
@@ -254,7 +256,8 @@ class SimulatedUnitOfWork:
                 await self.flush()
                 await _uninterrupted(self._commit())
         finally:
-            self._chaos.later(self.transaction.linger, self.transaction.rollback)
+            is_heard = error is not None and self.transaction.linger < LOST
+            self._chaos.later(0.0 if is_heard else self.transaction.linger, self.transaction.rollback)
 
     async def _commit(self) -> None:
         try:

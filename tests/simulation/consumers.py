@@ -98,6 +98,8 @@ class SeededRetry(RetryPolicy):
 class Collecting(Handlers):
     """Says which of several events have failed, as a projection does."""
 
+    names_failures = True
+
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         errors: dict[int, Exception] = {}
         for place, one in enumerate(incoming):

@@ -13,17 +13,20 @@ from pillarbox.consumers import lanes
 from pillarbox.consumers.dead_letters import DeadLetterRoute
 from pillarbox.consumers.failure import Failure
 from pillarbox.consumers.hands import Hands
-from pillarbox.consumers.identity import KnownBy, arrival_of
 from pillarbox.consumers.lanes import LaneDestination
-from pillarbox.consumers.processing import Processed, Processor, Trouble
+from pillarbox.consumers.processing import Processed, Processor
 from pillarbox.consumers.progress import Progress
+from pillarbox.consumers.spilling import Trouble
 from pillarbox.consumers.window import Work
+from pillarbox.inbox import Arrival, KnownBy
 from pillarbox.retry import RetryPolicy
 from pillarbox.transport import Message
 
 
 class Slow:
     """A processor whose handlers take their time."""
+
+    knows_failures = False
 
     def __init__(self, failure: Failure | None = None) -> None:
         self.may_end = asyncio.Event()
@@ -35,7 +38,8 @@ class Slow:
         await self.may_end.wait()
         if self.failure is None:
             return Processed(settled=[*works])
-        troubles = [Trouble(self.failure, "broken", arrival_of(it.message), KnownBy.EVENT, None) for it in works]
+        arrivals = [(it.message, Arrival.of_content(it.message)) for it in works]
+        troubles = [Trouble(*each, None, KnownBy.EVENT, self.failure, "broken") for each in arrivals]
         return Processed(failed=[*zip(works, troubles, strict=True)])
 
 

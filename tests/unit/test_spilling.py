@@ -11,10 +11,9 @@ from pillarbox import clock
 from pillarbox.codecs import Codecs
 from pillarbox.consumers import spilling
 from pillarbox.consumers.home import Home
-from pillarbox.consumers.identity import KnownBy
-from pillarbox.consumers.spilling import Spilled, Spiller, work_of
-from pillarbox.inbox import Arrival, digest_of
-from pillarbox.outbox import INBOX_DESTINATION, Delivery
+from pillarbox.consumers.spilling import Spiller, Trouble, work_of
+from pillarbox.inbox import Arrival, KnownBy, digest_of
+from pillarbox.outbox import INBOX_DESTINATION, Delivery, count_rows
 from pillarbox.retry import RetryPolicy
 from pillarbox.route import Router
 from pillarbox.transport import Capabilities, Message
@@ -36,7 +35,7 @@ async def test_another_body_under_a_known_id_is_spilled_as_such() -> None:
     spiller = Spiller("billing", home, inbox, lambda _connection: 1, retry=RetryPolicy(), on_failure="skip")
     for body in (b"1", b"2", b"2", b"1"):
         arrival = Arrival(UUID(int=1), 1, digest_of(body))
-        await spiller.spill([Spilled(Message("orders", "k", body, {}), arrival, None)])
+        await spiller.spill([Trouble(Message("orders", "k", body, {}), arrival, None)])
     assert [delivery.body for delivery in written] == [b"1", b"2"]
     found = [work_of(Message(it.topic, it.key, it.body, it.headers)).known_by for it in written]
     assert found == [KnownBy.EVENT, KnownBy.BODY]
@@ -52,8 +51,8 @@ def test_lanes_are_not_woken_at_once_for_what_waits_behind_others_but_all_of_it_
     time = Stopped()
     with clock.use(time):
         spiller = Spiller("billing", home, MemoryInbox(), lambda _: 1, retry=RetryPolicy(), on_failure="skip")
-        message = Spilled(Message("orders", "k", b"", {}), Arrival(UUID(int=1), 1, b""), None)
-        one = spilling.Stored([spiller._delivery(message)], None)
+        message = Trouble(Message("orders", "k", b"", {}), Arrival(UUID(int=1), 1, b""), None)
+        one = count_rows([spiller._delivery(message)], {}), None
         spiller.committed(one, behind=True)
         spiller.committed(one, behind=True)
         spiller.committed(one, behind=True)

@@ -18,8 +18,7 @@ from ..outbox import Delivery, count_rows, shard_of
 from ..route import MAX_TOPIC, Route
 from ..transport import Message
 from .home import OUTBOX, Home
-from .processing import Trouble
-from .spilling import is_storable_key, storable
+from .spilling import Trouble, is_storable_key, storable
 from .window import Work
 
 logger = logging.getLogger("pillarbox")

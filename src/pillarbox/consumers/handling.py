@@ -31,6 +31,7 @@ from ..errors import (
     UnregisteredEventError,
 )
 from ..event import EventType, registry
+from ..inbox import Arrival
 from ..redaction import described
 from ..route import check_tenant, matches, may_come_to
 from ..transport import Message
@@ -77,6 +78,12 @@ class Incoming(msgspec.Struct, frozen=True, gc=False):
     event: Any
     context: MessageContext
 
+    @property
+    def arrival(self) -> Arrival:
+        """As the inbox knows it. Some codecs keep its id in the body."""
+        context = self.context
+        return Arrival.of_event(context.event_id, context.schema_version, context.message.body)
+
 
 class LeftOut(NamedTuple):
     """Events that a projection has not applied, or not in their turn."""
@@ -104,6 +111,11 @@ class Effects(Protocol):
     @property
     def kinds(self) -> Collection[EventType]:
         """The events that it wants, in the versions that it wants them in."""
+        ...
+
+    @property
+    def names_failures(self) -> bool:
+        """Whether it raises `EventsFailedError`, and nothing that it does takes long."""
         ...
 
     def left_out(self) -> LeftOut:
@@ -229,6 +241,8 @@ Handler = Callable[..., Any]
 
 class Handlers:
     """`Effects` by functions: each event goes to every handler of its type, in the order of their registration."""
+
+    names_failures = False
 
     def __init__(self) -> None:
         self._calls: dict[type, list[_Call]] = {}

@@ -12,21 +12,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from .. import clock
+from ..inbox import KnownBy
 from ..redaction import described
 from ..retry import RetryPolicy
 from ..transport import Received, Subscriber, Subscription
 from .failure import Failure, classify
 from .hands import Hands
-from .identity import KnownBy
-from .processing import Processed, Processor
+from .processing import Processed, Processor, parted
 from .progress import Progress
 from .report import NO_SOURCE, ConsumerReport
-from .spilling import Spilled, Spiller
+from .spilling import Spiller, Trouble
 from .window import Line, Window, Work
 
 logger = logging.getLogger("pillarbox")
@@ -49,6 +49,10 @@ REDELIVERIES = 3
 REFUSED_IN_A_ROW = 10_000
 """So many messages that cannot be read, and no effect: something else than the messages may be wrong. More are received
 slowly only."""
+
+
+Left = dict[Work, float]
+"""Messages that stay in the window, and for how many seconds the line of each rests."""
 
 
 class Intake(Protocol):
@@ -147,7 +151,7 @@ class SubscriptionIntake:
         self._attempts: dict[asyncio.Timeout, tuple[Sequence[Work], float]] = {}
         """What is with the handlers, and since when."""
         self._subscription: Subscription | None = None
-        self._stopping = False
+        self._stopped = asyncio.Event()
         self._change = asyncio.Event()
         hands.offer = self._begin_one
         self._room = asyncio.Event()
@@ -155,7 +159,7 @@ class SubscriptionIntake:
         self._settled = 0
         self._refused_in_a_row = 0
         self._away_in_a_row = 0
-        self._making_room = False
+        self._making_room: asyncio.Task[None] | None = None
 
     @property
     def connected(self) -> bool:
@@ -168,13 +172,13 @@ class SubscriptionIntake:
         return self._window.waiting() + [work for works in [*self._working.values()] for work in works]
 
     def stop(self) -> None:
-        self._stopping = True
+        self._stopped.set()
         self._change.set()
 
     async def run(self) -> None:
         attempt = 0
         try:
-            while not self._stopping:
+            while not self._stopped.is_set():
                 try:
                     subscription = await self._subscribe()
                     if subscription is None:
@@ -187,19 +191,18 @@ class SubscriptionIntake:
                     self._report.outage(NO_SOURCE, described(error))
                     await self._pause(self._retry.delay(attempt))
         finally:
-            self._stopping = False
+            self._stopped.clear()
 
     async def drain(self, idle: float) -> bool:
-        self._stopping = False
+        self._stopped.clear()
         settled = self._settled
         await self._serve(await self._subscriber.subscribe(self._topics, self._group), idle)
         return self._settled > settled
 
     async def _subscribe(self) -> Subscription | None:
         """Join the group. None if we are told to stop meanwhile: a broker may take long to answer."""
-        self._change.clear()
         joining = asyncio.ensure_future(self._subscriber.subscribe(self._topics, self._group))
-        stopping = asyncio.ensure_future(self._until_stopped())
+        stopping = asyncio.ensure_future(self._stopped.wait())
         joined = False
         try:
             await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -211,17 +214,10 @@ class SubscriptionIntake:
                 joining.cancel()
                 await _leave(joining)
 
-    async def _until_stopped(self) -> None:
-        while not self._stopping:
-            await self._change.wait()
-            self._change.clear()
-
     async def _pause(self, seconds: float) -> None:
-        self._change.clear()
-        if not self._stopping:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._change.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
 
     # -- while there is a subscription ---------------------------------------------------------------------------------
 
@@ -230,7 +226,7 @@ class SubscriptionIntake:
         self._heard_at = clock.current().monotonic()
         try:
             with _running(self._receive(subscription)) as receiving, _running(self._extend(subscription)) as extending:
-                while not self._stopping and not self._is_over(idle):
+                while not self._stopped.is_set() and not self._is_over(idle):
                     self._change.clear()
                     self._hand_out()
                     for task in (receiving, extending):
@@ -288,7 +284,7 @@ class SubscriptionIntake:
     def _begin_one(self) -> bool:
         """Let a hand take messages of a tenant that may have one; false if there is none."""
         subscription = self._subscription
-        if subscription is None or self._stopping:
+        if subscription is None or self._stopped.is_set():
             return False
         self._make_room(subscription)
         free = [tenant for tenant in self._window.ready() if self._hands.is_free(tenant)]
@@ -299,18 +295,15 @@ class SubscriptionIntake:
             most = max(SPILLED_AT_ONCE, most)
         works = self._window.take(tenant, most)
         self._hands.begin(tenant)
-        task = self._begin(subscription, works, partial(self._handle, self._window, works))
-        task.add_done_callback(partial(self._free_hand, tenant))
+        task = self._begin(subscription, works, partial(self._handle, works))
+        task.add_done_callback(lambda _task: self._hands.end(tenant))
         return True
-
-    def _free_hand(self, tenant: str | None, _task: object) -> None:
-        self._hands.end(tenant)
 
     def _make_room(self, subscription: Subscription) -> None:
         """If a tenant has more than half of a full window, and waits for its turn, the others need the room: its
         messages go on by their lanes. So do those that wait behind one that takes long, and that one before them.
         """
-        if not self._is_full or self._making_room or self._progress.everything_fails:
+        if not self._is_full or self._making_room in self._working or self._progress.everything_fails:
             return
         [(tenant, count)] = self._window.tenants.most_common(1)
         if 2 * count <= self._window.count:
@@ -322,8 +315,7 @@ class SubscriptionIntake:
             self._interrupt(tenant, LONG_WAIT if has_others else HANGING)
         elif self._hands.is_shared and clock.current().monotonic() - oldest.since >= LONG_WAIT:
             works = self._window.take(tenant, SPILLED_AT_ONCE)
-            self._making_room = True
-            self._begin(subscription, works, partial(self._spill_untried, works)).add_done_callback(self._made_room)
+            self._making_room = self._begin(subscription, works, partial(self._spill_untried, works))
 
     def _interrupt(self, tenant: str | None, patience: float) -> None:
         """End the attempt of a tenant that keeps the most messages waiting, if it has taken so long: they cannot go to
@@ -344,23 +336,17 @@ class SubscriptionIntake:
     def _is_full(self) -> bool:
         return self._window.count >= self._flow.max_messages or self._window.bytes >= self._flow.max_bytes
 
-    def _made_room(self, _task: object) -> None:
-        self._making_room = False
-
     def _begin(
-        self, subscription: Subscription, works: list[Work], handle: Callable[[], Awaitable[_Left]]
+        self, subscription: Subscription, works: list[Work], handle: Callable[[], Awaitable[Left]]
     ) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(self._work(subscription, self._window, works, handle))
+        task = asyncio.ensure_future(self._work(subscription, works, handle))
         self._working[task] = works
         task.add_done_callback(lambda _task: self._change.set())
         return task
 
-    async def _work(
-        self, subscription: Subscription, window: Window, works: list[Work], handle: Callable[[], Awaitable[_Left]]
-    ) -> None:
-        left = await handle()
-        remaining = set(map(id, left.works))
-        settled = [work for work in works if id(work) not in remaining]
+    async def _work(self, subscription: Subscription, works: list[Work], handle: Callable[[], Awaitable[Left]]) -> None:
+        left, window = await handle(), self._window  # a subscription has its own, and ends after its tasks
+        settled = [work for work in works if work not in left]
         if settled:
             self._settled += len(settled)
             self._spiller.untrusted = max(0, self._spiller.untrusted - len(settled))
@@ -368,9 +354,12 @@ class SubscriptionIntake:
                 await subscription.ack(_received(settled))
             except OSError as error:  # they come again, and the inbox knows them
                 logger.debug("consumer %s: not acknowledged: %s", self._group, error)
-        for line in window.done(works, [work for work in works if id(work) in remaining]):
-            if wait := left.delays.get(line, 0.0):
-                asyncio.get_running_loop().call_later(wait, self._wake, window, line)
+        waits: dict[Line, float] = {}
+        for work, wait in left.items():
+            waits[work.line] = max(wait, waits.get(work.line, 0.0))
+        for line in window.done(works, [work for work in works if work in left]):
+            if waits[line]:
+                asyncio.get_running_loop().call_later(waits[line], self._wake, window, line)
             else:  # it was not tried
                 self._wake(window, line)
         self._room.set()
@@ -381,7 +370,7 @@ class SubscriptionIntake:
 
     # -- what becomes of messages --------------------------------------------------------------------------------------
 
-    async def _handle(self, window: Window, works: list[Work]) -> _Left:
+    async def _handle(self, works: list[Work]) -> Left:
         """Let messages of one tenant take effect, or spill them. More of their lines may be added to them."""
         tenant = works[0].tenant
         if self._spiller.untrusted:
@@ -393,27 +382,23 @@ class SubscriptionIntake:
         firsts = {work.line: work for work in reversed(works)}
         if suspects := [work for work in firsts.values() if _is_suspect(work)]:
             left = await self._spill_untried(suspects)
-            spilled = set(map(id, suspects)).difference(map(id, left.works))
-            return _Left([work for work in works if id(work) not in spilled], left.delays)
-        tried, untried = _up_to_suspects(works)
+            spilled = {*suspects} - left.keys()
+            return {work: left.get(work, 0.0) for work in works if work not in spilled}
+        tried, untried = parted(works, {work for work in works if _is_suspect(work)})
         tried, untried = tried[: self._flow.batch], [*tried[self._flow.batch :], *untried]
         processed = await self._try(tried)
         if processed is None:
             for line in dict.fromkeys(work.line for work in tried):
-                works += window.more_of(line, SPILLED_AT_ONCE)
+                works += self._window.more_of(line, SPILLED_AT_ONCE)
             return await self._spill_untried(works)
         if any(trouble.known_by is KnownBy.CONTENT for _, trouble in processed.failed):
-            works += self._look_for_more(window, tenant, processed)
-        left = await self._see_to(processed)
-        left.works += untried
-        waiting = {work.line for work in left.works}
-        more = list[Work]()
-        for line in dict.fromkeys(work.line for work in processed.behind):
-            if line not in waiting:  # all goes by the lane now
-                more += window.more_of(line, SPILLED_AT_ONCE)
-        if more:
-            works += more
-            left.add(await self._spill_untried(more))
+            works += self._look_for_more(tenant, processed)
+        left = await self._see_to(processed) | dict.fromkeys(untried, 0.0)
+        stopped = {work.line for work in left}
+        lines = dict.fromkeys(work.line for work in processed.behind if work.line not in stopped)
+        if more := [work for line in lines for work in self._window.more_of(line, SPILLED_AT_ONCE)]:
+            works += more  # all goes by the lane now
+            left |= await self._spill_untried(more)
         return left
 
     async def _try(self, works: Sequence[Work]) -> Processed | None:
@@ -430,9 +415,9 @@ class SubscriptionIntake:
         finally:
             self._attempts.pop(attempt, None)
 
-    def _look_for_more(self, window: Window, tenant: str | None, processed: Processed) -> list[Work]:
+    def _look_for_more(self, tenant: str | None, processed: Processed) -> list[Work]:
         """Where one message cannot be read there may be thousands, and a transaction for each of them takes long."""
-        more = window.take(tenant, SPILLED_AT_ONCE)
+        more = self._window.take(tenant, SPILLED_AT_ONCE)
         readable = set[Line]()
         for work in more:
             trouble = None if work.line in readable else self._processor.unreadable(work)
@@ -443,35 +428,32 @@ class SubscriptionIntake:
                 processed.failed.append((work, trouble))
         return more
 
-    async def _see_to(self, processed: Processed) -> _Left:
+    async def _see_to(self, processed: Processed) -> Left:
         """What is to be tried again, after what is not was spilled."""
-        left = _Left()
         if processed.settled or processed.failed:
             self._away_in_a_row = 0
         if processed.settled:
             self._refused_in_a_row = 0
         if processed.behind:
             self._report.spilled(len(processed.behind))
-        spilled: list[tuple[Work, Spilled]] = []
+        left: Left = {}
+        spilled: list[tuple[Work, Trouble]] = []
         for work, trouble in processed.failed:
-            if trouble.failure in (Failure.BUSINESS, Failure.POISON):
+            if trouble.is_final:
                 self._refused_in_a_row += trouble.failure is Failure.POISON
                 self._progress.settled(work.tenant)
-                spilled.append((work, trouble.spilled(work, refused=True)))
-                continue
-            work.tries += 1
-            if self._is_worth_another_try(work):
-                wait = max(min(self._retry.delay(work.tries), IN_PLACE_CAP), self._progress.rest_of(work.tenant))
-                left.add(_Left([work], {work.line: wait}))
             else:
-                spilled.append((work, trouble.spilled(work)))
-        left.add(await self._spill(spilled))
+                work.tries += 1
+                if self._is_worth_another_try(work):
+                    wait = min(self._retry.delay(work.tries), IN_PLACE_CAP)
+                    left[work] = max(wait, self._progress.rest_of(work.tenant))
+                    continue
+            spilled.append((work, trouble))
+        left |= await self._spill(spilled)
         if processed.away:
             self._away_in_a_row += 1
-            left.add(self._rest(processed.left, min(self._retry.delay(self._away_in_a_row), AWAY_CAP)))
-        else:
-            left.add(_Left(processed.left, {work.line: GATE_PAUSE for work in processed.gated}))
-        return left
+            return left | self._rest(processed.left, min(self._retry.delay(self._away_in_a_row), AWAY_CAP))
+        return left | dict.fromkeys(processed.left, 0.0) | dict.fromkeys(processed.gated, GATE_PAUSE)
 
     def _is_worth_another_try(self, work: Work) -> bool:
         if self._progress.everything_fails:
@@ -479,42 +461,43 @@ class SubscriptionIntake:
         waited = clock.current().monotonic() - work.since
         return work.tries < IN_PLACE and waited < IN_PLACE_SECONDS and not self._progress.is_held(work.tenant)
 
-    async def _spill_untried(self, works: Sequence[Work]) -> _Left:
+    async def _spill_untried(self, works: Sequence[Work]) -> Left:
         return await self._spill([(work, found) for work in works if (found := self._processor.untried(work))])
 
-    async def _spill(self, spilled: Sequence[tuple[Work, Spilled]]) -> _Left:
+    async def _spill(self, troubles: Sequence[tuple[Work, Trouble]]) -> Left:
         """What could not be spilled comes back."""
-        by_tenant: dict[str | None, list[tuple[Work, Spilled]]] = {}
-        for work, each in spilled:
-            by_tenant.setdefault(each.tenant, []).append((work, each))
-        left = _Left()
+        by_tenant: dict[str | None, list[tuple[Work, Trouble]]] = {}
+        for work, trouble in troubles:
+            by_tenant.setdefault(trouble.tenant, []).append((work, trouble))
+        left: Left = {}
         for theirs in by_tenant.values():
-            left.add(await self._spill_together(theirs))
+            left |= await self._spill_together(theirs)
         return left
 
-    async def _spill_together(self, spilled: Sequence[tuple[Work, Spilled]]) -> _Left:
+    async def _spill_together(self, troubles: Sequence[tuple[Work, Trouble]]) -> Left:
         try:
-            self._report.spilled(await self._spiller.spill([each for _, each in spilled]))
+            self._report.spilled(await self._spiller.spill([trouble for _, trouble in troubles]))
         except Exception as error:
-            left = _Left()
-            if len(spilled) > 1 and classify(error) is not Failure.TRANSIENT:  # one of them cannot be stored
-                for one in spilled:
-                    if one[0].line in left.delays:  # it must not pass one of its line
-                        left.add(self._rest([one[0]], AWAY_CAP))
-                    else:
-                        left.add(await self._spill_together([one]))
-                return left
-            reason = described(error)
-            self._report.not_spilled(len(spilled), reason)
-            return self._rest([work for work, _ in spilled], AWAY_CAP)
-        self._processor.spilled([work for work, each in spilled if each.failure is None and work.message.key])
-        return _Left()
+            if len(troubles) > 1 and classify(error) is not Failure.TRANSIENT:
+                return await self._spill_one_by_one(troubles)
+            self._report.not_spilled(len(troubles), described(error))
+            return self._rest([work for work, _ in troubles], AWAY_CAP)
+        self._processor.spilled(work.line for work, it in troubles if work.message.key and not it.is_final)
+        return {}
+
+    async def _spill_one_by_one(self, troubles: Sequence[tuple[Work, Trouble]]) -> Left:
+        """One of them cannot be stored. What is behind it in its line must not pass it."""
+        left: Left = {}
+        for work, trouble in troubles:
+            is_behind = any(it.line == work.line for it in left)
+            left |= self._rest([work], AWAY_CAP) if is_behind else await self._spill_together([(work, trouble)])
+        return left
 
     @staticmethod
-    def _rest(works: Sequence[Work], seconds: float) -> _Left:
+    def _rest(works: Sequence[Work], seconds: float) -> Left:
         for work in works:
             work.tries += seconds > 0
-        return _Left([*works], {work.line: seconds for work in works})
+        return dict.fromkeys(works, seconds)
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
@@ -548,32 +531,8 @@ class SubscriptionIntake:
         self._working.clear()
 
 
-@dataclass(slots=True)
-class _Left:
-    """Messages that stay in the window, and for how many seconds their lines rest."""
-
-    works: list[Work] = field(default_factory=list)
-    delays: dict[Line, float] = field(default_factory=dict)
-
-    def add(self, other: _Left) -> None:
-        """And these."""
-        self.works += other.works
-        self.delays |= other.delays
-
-
 def _is_suspect(work: Work) -> bool:
     return work.redelivered >= REDELIVERIES
-
-
-def _up_to_suspects(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-    """Those that have no suspect of their line before them, and the others."""
-    parts: tuple[list[Work], list[Work]] = [], []
-    stopped = set[Line]()
-    for work in works:
-        if _is_suspect(work):
-            stopped.add(work.line)
-        parts[work.line in stopped].append(work)
-    return parts
 
 
 def _received(works: Sequence[Work]) -> list[Received]:

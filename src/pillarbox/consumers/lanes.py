@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from .. import clock
-from ..inbox import digest_of
+from ..inbox import KnownBy, digest_of
 from ..outbox import Key
 from ..redaction import described
 from ..relay import Relay
@@ -23,11 +23,10 @@ from ..transport import Capabilities, Message, Outcome, Rejection, Verdict
 from .dead_letters import DeadLetterRoute
 from .failure import Failure
 from .hands import Hands
-from .identity import KnownBy
 from .intake import STALLED
-from .processing import Processed, Processor, Trouble
+from .processing import Processed, Processor
 from .progress import Progress
-from .spilling import work_of
+from .spilling import Trouble, work_of
 from .window import Line, Work
 
 AT_ONCE = 100
@@ -177,7 +176,7 @@ class LaneDestination:
         busy = {work.line for work in self.at_hand()}
         chains = {
             asyncio.ensure_future(self._handle(units, answers, busy)): units
-            for units in _chains(answers.works, self._batch)
+            for units in _chains(answers.works, self._batch, spilled=self._processor.knows_failures)
         }
         try:
             _, late = await asyncio.wait(chains, timeout=self._patience)
@@ -387,13 +386,13 @@ def _offer_of(work: Work) -> Hashable:
     return work.line if work.message.key else None, known, work.message.attempts, digest_of(work.message.body)
 
 
-def _chains(works: Sequence[Work], batch: int) -> list[list[list[Work]]]:
+def _chains(works: Sequence[Work], batch: int, *, spilled: bool) -> list[list[list[Work]]]:
     """Units that share a transaction, in chains: what is in different chains may be handled at the same time. A spilled
-    message has a transaction of its own.
+    message has a transaction of its own, unless ``spilled`` ones may share it: it has failed, or hung, before.
     """
     chains: dict[Hashable, list[list[Work]]] = {}
     for work in works:
-        alone = batch == 1 or work.claim is not None
+        alone = batch == 1 or (work.claim is not None and not spilled)
         chain = chains.setdefault(_key(work) if alone else work.tenant, [])
         if alone or not chain or len(chain[-1]) == batch:
             chain.append([work])

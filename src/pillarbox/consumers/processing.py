@@ -8,27 +8,25 @@ share a transaction where that is asked for: if it fails, all of it is undone an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
-import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
 from ..context import caused_by
 from ..errors import EventError
-from ..inbox import Admission, Arrival, Inbox
+from ..inbox import Admission, Arrival, Inbox, KnownBy
 from ..redaction import described, redacted, text_of
 from ..transport import Message
 from .failure import Failure, classify
 from .handling import Effects, EventsFailedError, Incoming, Reader
 from .home import Home
-from .identity import KnownBy, altered, arrival_in, arrival_of, why_altered
 from .progress import Progress
 from .report import ConsumerReport
-from .spilling import Spilled, Spiller, hash_of_line
+from .spilling import Spiller, Stored, Trouble, hash_of_line
 from .window import Line, Work
 
 GATE_SECONDS, GATED_AGAIN = 1.0, 10.0
@@ -36,24 +34,8 @@ GATE_SECONDS, GATED_AGAIN = 1.0, 10.0
 are spilled, too: a line that gets messages all the time must neither go by its lane for ever, nor wait here for ever.
 """
 _GATED_KEPT = 10_000
-
-
-class Trouble(NamedTuple):
-    """Why a message has not taken effect."""
-
-    failure: Failure
-    reason: str
-    """Already redacted."""
-    arrival: Arrival
-    """What the inbox knows the message by, if it is spilled."""
-    known_by: KnownBy
-    tenant: str | None
-    """Whose it is; None if what it says of that cannot be believed."""
-
-    def spilled(self, work: Work, *, refused: bool = False) -> Spilled:
-        """What is to be stored of the message; ``refused``: it fails at once."""
-        failure, reason = (self.failure, self.reason) if refused else (None, None)
-        return Spilled(work.message, self.arrival, self.tenant, self.known_by, failure, reason)
+_Admissions = dict[Work, Admission | None]
+"""What the inbox says of each; None: it was spilled behind others."""
 
 
 @dataclass(slots=True)
@@ -82,41 +64,18 @@ class Processed:
         self.gated += other.gated
         self.away = self.away or other.away
 
-
-class _Readable(msgspec.Struct, gc=False):
-    """A message with an event in it that is wanted."""
-
-    work: Work
-    arrival: Arrival
-    incoming: Incoming
-
-
-class _GatedError(Exception):
-    """Messages of these lines may wait for those before them that were spilled."""
-
-    def __init__(self, lines: set[Line]) -> None:
-        super().__init__(lines)
-        self.lines = lines
-
-
-class _AlteredError(Exception):
-    """The message's id was seen before, with another body."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        super().__init__(why_altered(arrival))
-        self.arrival = arrival
+    @property
+    def unsettled(self) -> set[Line]:
+        """The lines of which something is not settled."""
+        return {work.line for work in self.left}.union(work.line for work, _ in self.failed)
 
 
 class _SomeFailedError(Exception):
-    """These messages have failed by themselves."""
+    """These messages have failed by themselves, or, where there is None, wait for spilled ones of their lines."""
 
-    def __init__(self, errors: Mapping[int, Exception]) -> None:
+    def __init__(self, errors: Mapping[Work, Exception | Trouble | None]) -> None:
         super().__init__(errors)
         self.errors = errors
-
-
-class _RefusedError(Exception):
-    """A spilled message fails without being tried."""
 
 
 class Processor:
@@ -154,9 +113,16 @@ class Processor:
         self._gated: dict[Line, float] = {}
         """Lines that were gated when they were last looked at, and since when their messages wait for that."""
 
+    @property
+    def knows_failures(self) -> bool:
+        """Whether several messages of which some fail cost hardly more than those alone."""
+        return self._effects.names_failures
+
     async def process(self, works: Sequence[Work]) -> Processed:
-        """Let messages of one tenant take effect, in order per line. One that was spilled comes alone."""
-        doubtful = {work.line for work in works if work.tries or self._may_wait(work.line)}
+        """Let messages of one tenant take effect, in order per line. All of them were spilled, or none."""
+        if not works:
+            return Processed()
+        doubtful = {work.line for work in works if work.tries or self._may_wait(work)}
         if doubtful and (others := [work for work in works if work.line not in doubtful]):
             # They must neither fail nor wait with these. What is spilled behind others does neither.
             return await self._in_turn((others, [work for work in works if work.line in doubtful]))
@@ -166,47 +132,35 @@ class Processor:
         begun = self._begun
         try:
             return await self._together(works)
-        except _GatedError as gated:
-            waits = [work for work in works if work.line in gated.lines]
-            free = [work for work in works if work.line not in gated.lines]
-            processed = await self.process(free) if free else Processed()
-            processed.add(Processed(left=waits, gated=waits))
-            return processed
         except _SomeFailedError as some:
             return await self._without(works, some.errors)
         except BaseException as error:
             if _is_for_us(error):
                 raise
             is_away = self._begun == begun and classify(error) is Failure.TRANSIENT
-            if len(works) > 1 and not is_away:
-                middle = len(works) // 2
-                return await self._in_turn((works[:middle], works[middle:]))
             if is_away:
                 return Processed(left=[*works], away=self._trouble(works[0], error).reason)
+            if len(works) > 1:
+                middle = len(works) // 2
+                return await self._in_turn((works[:middle], works[middle:]))
             return Processed(failed=[(works[0], self._failed(works[0], error))])
 
-    async def _without(self, works: Sequence[Work], errors: Mapping[int, Exception]) -> Processed:
-        """Let all go on but those that have failed, and what comes behind them."""
-        stopped, others, rest = set[Line](), list[Work](), list[Work]()
-        for work in works:
-            if id(work) in errors:
-                stopped.add(work.line)
-            (rest if work.line in stopped else others).append(work)
-        processed = await self.process(others) if others else Processed()
-        waits = {work.line for work in processed.left}.union(work.line for work, _ in processed.failed)
+    async def _without(self, works: Sequence[Work], errors: Mapping[Work, Exception | Trouble | None]) -> Processed:
+        """Let all go on but those that have failed or wait, and what comes behind them."""
+        others, rest = parted(works, errors)
+        processed = await self.process(others)
+        stopped = processed.unsettled
         for work in rest:
-            if work.line in waits or processed.away:
+            if work.line in stopped or processed.away:
                 processed.left.append(work)
+                continue
+            stopped.add(work.line)
+            if (error := errors[work]) is not None:
+                processed.failed.append((work, self._failed(work, error)))
             else:
-                waits.add(work.line)
-                processed.failed.append((work, self._failed(work, errors[id(work)])))
+                processed.left.append(work)
+                processed.gated.append(work)
         return processed
-
-    def _failed(self, work: Work, error: BaseException) -> Trouble:
-        trouble = self._trouble(work, error)
-        if trouble.failure in (Failure.TRANSIENT, Failure.UNKNOWN):
-            self._progress.failed(work.tenant, work.line)
-        return trouble
 
     async def _in_turn(self, parts: Sequence[Sequence[Work]]) -> Processed:
         """Each part by itself. What comes behind a message that was not settled waits, and so does all the rest if the
@@ -217,84 +171,52 @@ class Processor:
             waits = bool(processed.away) or self._progress.is_held(part[0].tenant)
             free = [work for work in part if not waits and work.line not in stopped]
             processed.left += [work for work in part if waits or work.line in stopped]
-            if free:
-                done = await self.process(free)
-                stopped.update(work.line for work in done.left)
-                stopped.update(work.line for work, _ in done.failed)
-                processed.add(done)
+            done = await self.process(free)
+            stopped |= done.unsettled
+            processed.add(done)
         return processed
-
-    def spilled(self, works: Sequence[Work]) -> None:
-        """What comes in their lines has to wait for them."""
-        now = clock.current().monotonic()
-        for work in works:
-            self._gated.setdefault(work.line, now)
-        self._forget_gates()
-
-    def _forget_gates(self) -> None:
-        """Not one by one from the front: a dict looks at all that were deleted there before."""
-        if len(self._gated) > 2 * _GATED_KEPT:
-            self._gated = dict([*self._gated.items()][-_GATED_KEPT:])
-
-    def unreadable(self, work: Work) -> Trouble | None:
-        """Why a message cannot be read; None if it can, or if that has to be tried."""
-        try:
-            found = self._open(work)
-        except Exception:  # by code of the event's own class
-            return None
-        return found if isinstance(found, Trouble) else None
-
-    def untried(self, work: Work) -> Spilled | None:
-        """What is to be stored of a message that was not tried; None if no handler wants it."""
-        try:
-            found = self._open(work)
-        except Exception as error:  # by code of the event's own class
-            return self._trouble(work, error).spilled(work)
-        if isinstance(found, _Readable):
-            return Spilled(work.message, found.arrival, work.tenant)
-        return None if found is None else found.spilled(work, refused=True)
 
     async def _together(self, works: Sequence[Work]) -> Processed:
         """All that can be read in one transaction, or nothing."""
         processed, stopped = Processed(), set[Line]()
-        opened: list[_Readable] = []
+        opened: dict[Work, Incoming] = {}
         for work in works:
             if work.line in stopped:
                 processed.left.append(work)
                 continue
             found = self._open(work)
-            if isinstance(found, _Readable):
-                opened.append(found)
+            if isinstance(found, Incoming):
+                opened[work] = found
             elif found is not None:
                 processed.failed.append((work, found))
                 if self._parks:
                     stopped.add(work.line)
             else:
                 if work.claim is not None:
-                    await self._home.apart(self._redeemed, work)
+                    await self._home.apart(self._redeem_unwanted, work)
                 processed.settled.append(work)
         if opened:
             processed.add(await self._take_effect(opened))
         return processed
 
-    async def _take_effect(self, opened: Sequence[_Readable]) -> Processed:
-        first = opened[0].work
+    async def _take_effect(self, opened: Mapping[Work, Incoming]) -> Processed:
+        first = next(iter(opened))
         began = clock.current().monotonic()
         alone = caused_by(first.message.headers) if len(opened) == 1 else nullcontext()
         async with self._home.turn:
             with alone, self._naming_timeout():  # what COMMIT itself brings about is caused by the message, too
-                admissions = await (self._commit(opened) if first.claim is None else self._redeem(opened[0]))
+                admissions = await self._commit(opened)
         ended = clock.current().monotonic()
-        processed, new, duplicates = Processed(), [], 0
-        for found, admission in zip(opened, admissions, strict=True):
+        processed, new, duplicates = Processed(), list[Incoming](), 0
+        for work, admission in admissions.items():
             if admission is Admission.ALTERED:
-                processed.failed.append((found.work, _altered(found.work, found.arrival)))
+                processed.failed.append((work, Trouble.of(work.message, opened[work]).altered()))
                 continue
-            processed.settled.append(found.work)
+            processed.settled.append(work)
             if admission is None:
-                processed.behind.append(found.work)
+                processed.behind.append(work)
             elif admission is Admission.NEW:
-                new.append(found.incoming)
+                new.append(opened[work])
             else:
                 duplicates += 1
         self._report.handled(new, duplicates, ended - began)
@@ -315,133 +237,152 @@ class Processor:
                 error.args = (f"the handler did not finish within {self._timeout:g} s (timeout)",)
             raise
 
-    async def _commit(self, opened: Sequence[_Readable]) -> Sequence[Admission | None]:
-        """The row of the inbox first, then the effect: one is there if and only if the other is. None for what was
-        spilled behind others.
+    async def _commit(self, opened: Mapping[Work, Incoming]) -> _Admissions:
+        """The row of the inbox first, or the claim of what was spilled, then the effect: one is there, or gone, if and
+        only if the other is there.
         """
-        tenant, spilled = opened[0].work.tenant, None
-        async with self._home.unit_of_work(tenant=tenant, timeout=self._timeout, new_transaction=True) as uow:
-            admissions, gated = await self._home.within(uow, self._admit, tenant, opened)
-            if self._parks and Admission.ALTERED in admissions:
-                raise _SomeFailedError(
-                    {
-                        id(found.work): _AlteredError(found.arrival)
-                        for found, it in zip(opened, admissions, strict=True)
-                        if it is Admission.ALTERED
-                    }
-                )
-            answers: list[Admission | None] = [*admissions]
-            if self._gated:
-                for line in {found.work.line for found in opened} - gated:
-                    self._gated.pop(line, None)
-            if gated and self._spiller is not None:
-                behind = [
-                    place
-                    for place, found in enumerate(opened)
-                    if found.work.line in gated and admissions[place] is Admission.NEW
-                ]
-                if behind:
-                    self._wait_for_gates([opened[place].work for place in behind])
-                    spills = [Spilled(opened[place].work.message, opened[place].arrival, tenant) for place in behind]
-                    spilled = await self._home.within(uow, self._spiller.write, spills)
-                    for place in behind:
-                        answers[place] = None
-            fresh = [found for found, it in zip(opened, answers, strict=True) if it is Admission.NEW]
-            new = [found.incoming for found in fresh]
+        first = next(iter(opened))
+        admit: Callable[..., tuple[_Admissions, Stored | None]]
+        admit = self._admit if first.claim is None else self._redeem_all
+        async with self._home.unit_of_work(tenant=first.tenant, timeout=self._timeout, new_transaction=True) as uow:
+            admissions, stored = await self._home.within(uow, admit, opened)
+            new = {work: incoming for work, incoming in opened.items() if admissions[work] is Admission.NEW}
             self._begun += 1
             try:
-                with self._report.processing(new), uow.sealed():
-                    await self._effects.apply(uow, new)
+                with self._report.processing([*new.values()]), uow.sealed():
+                    await self._effects.apply(uow, [*new.values()])
             except EventsFailedError as several:
-                raise _SomeFailedError({id(fresh[place].work): it for place, it in several.errors.items()}) from several
-        if spilled is not None and self._spiller is not None:
-            self._spiller.committed(spilled, behind=True)
-        return answers
+                works = [*new]
+                raise _SomeFailedError({works[place]: it for place, it in several.errors.items()}) from several
+        if stored is not None and self._spiller is not None:
+            self._spiller.committed(stored, behind=True)
+        return admissions
+
+    # -- before the effect, in its transaction -------------------------------------------------------------------------
 
     def _admit(
-        self, connection: Connection, tenant: str | None, opened: Sequence[_Readable]
-    ) -> tuple[Sequence[Admission], set[Line]]:
-        """What the inbox says of each, and the lines that are gated."""
-        number, arrivals = self._identify(connection), [found.arrival for found in opened]
-        if self._spiller is None:
-            return self._inbox.admit(connection, number, tenant, arrivals).admissions, set()
+        self, connection: Connection, opened: Mapping[Work, Incoming]
+    ) -> tuple[dict[Work, Admission | None], Any]:
+        """What the inbox says of each, and what was written to spill those whose lines are gated."""
+        number, arrivals = self._identify(connection), [incoming.arrival for incoming in opened.values()]
         lines: dict[int, Line] = {}
 
         def hashes() -> Collection[int]:
-            lines.update((hash_of_line(found.work.message), found.work.line) for found in opened)
-            lines.pop(0, None)
+            lines.update((hash_of_line(work.message), work.line) for work in opened if work.message.key)
             return lines
 
-        admitted = self._inbox.admit(connection, number, tenant, arrivals, claims=self._spiller.claims, lines=hashes)
-        return admitted.admissions, {lines[line] for line in admitted.gated}
+        gates: dict[str, Any] = {} if self._spiller is None else {"claims": self._spiller.claims, "lines": hashes}
+        tenant = next(iter(opened)).tenant
+        admitted = self._inbox.admit(connection, number, tenant, arrivals, **gates)
+        admissions: _Admissions = dict(zip(opened, admitted.admissions, strict=True))
+        if self._parks and Admission.ALTERED in admitted.admissions:
+            changed = [work for work in opened if admissions[work] is Admission.ALTERED]
+            raise _SomeFailedError({work: Trouble.of(work.message, opened[work]).altered() for work in changed})
+        gated = {lines[line] for line in admitted.gated}
+        if self._gated:
+            for line in {work.line for work in opened} - gated:
+                self._gated.pop(line, None)
+        behind = [work for work in opened if work.line in gated and admissions[work] is Admission.NEW] if gated else []
+        if self._spiller is None or not behind:
+            return admissions, None
+        if waits := self._lines_that_wait({work.line for work in behind}):
+            raise _SomeFailedError(dict.fromkeys(work for work in behind if work.line in waits))
+        troubles = [Trouble.of(work.message, opened[work]) for work in behind]
+        return admissions | dict.fromkeys(behind), self._spiller.write(connection, troubles)
 
-    def _may_wait(self, line: Line) -> bool:
-        """Whether messages of this line may have to wait in memory for spilled ones."""
-        since = self._gated.get(line)
-        return since is not None and not GATE_SECONDS <= clock.current().monotonic() - since <= GATED_AGAIN
+    def _redeem_all(self, connection: Connection, opened: Mapping[Work, Incoming]) -> tuple[_Admissions, None]:
+        """Delete the claims: what has none has taken effect before."""
+        number = self._identify(connection)
+        admissions: _Admissions = {}
+        refusals = dict[Work, Trouble]()
+        for work, incoming in opened.items():
+            is_there, refused = self._redeem(connection, work)
+            admissions[work] = Admission.NEW if is_there else Admission.DUPLICATE
+            if is_there and refused is None and work.known_by is KnownBy.CONTENT:
+                # It could not be read when it came, and its event may have come again since.
+                arrival = incoming.arrival
+                [admissions[work]] = self._inbox.admit(connection, number, work.tenant, [arrival]).admissions
+                if admissions[work] is Admission.ALTERED:
+                    refused = arrival.why_altered
+            if refused is not None:
+                refusals[work] = self._unreadable(work.message, work.refused_as or Failure.POISON, refused)
+        if refusals:
+            raise _SomeFailedError(refusals)
+        return admissions, None
 
-    def _wait_for_gates(self, behind: Sequence[Work]) -> None:
-        now = clock.current().monotonic()
-        waits = set[Line]()
-        for line in {work.line for work in behind}:
-            since = self._gated.pop(line, now)
-            self._gated[line] = since = now if now - since > GATED_AGAIN else since
-            if now - since < GATE_SECONDS:
-                waits.add(line)
-        self._forget_gates()
-        if waits:
-            raise _GatedError(waits)
-
-    async def _redeem(self, found: _Readable) -> Sequence[Admission]:
-        """The claim first, then the effect: one is gone if and only if the other is there."""
-        async with self._home.unit_of_work(
-            tenant=found.work.tenant, timeout=self._timeout, new_transaction=True
-        ) as uow:
-            admission = await self._home.within(uow, self._delete_claim, found)
-            if admission is Admission.NEW:
-                with self._report.processing([found.incoming]), uow.sealed():
-                    await self._effects.apply(uow, [found.incoming])
-        return [admission]
-
-    def _delete_claim(self, connection: Connection, found: _Readable) -> Admission:
-        number, (is_there, refused) = self._redeemed(connection, found.work)
-        if not is_there:
-            return Admission.DUPLICATE  # it has taken effect before
-        if refused is not None:
-            raise _RefusedError(refused)
-        if found.work.known_by is not KnownBy.CONTENT:
-            return Admission.NEW
-        # It could not be read when it came, and its event may have come again since.
-        [admission] = self._inbox.admit(connection, number, found.work.tenant, [found.arrival]).admissions
-        if admission is Admission.ALTERED:
-            raise _RefusedError(why_altered(found.arrival))
-        return admission
-
-    def _redeemed(self, connection: Connection, work: Work) -> tuple[int, tuple[bool, str | None]]:
+    def _redeem(self, connection: Connection, work: Work) -> tuple[bool, str | None]:
         if self._spiller is None or work.claim is None:
             raise ValueError("this consumer has spilled nothing")
         self._begun += 1  # the database is there: a claim that another transaction has locked concerns its line alone
-        return self._identify(connection), self._inbox.redeem(connection, self._spiller.claims, work.claim)
+        return self._inbox.redeem(connection, self._spiller.claims, work.claim)
 
-    def _open(self, work: Work) -> _Readable | Trouble | None:
-        """What is in it; None if no handler wants it."""
-        message = work.message
+    def _redeem_unwanted(self, connection: Connection, work: Work) -> None:
+        self._identify(connection)
+        self._redeem(connection, work)
+
+    # -- lines that are gated ------------------------------------------------------------------------------------------
+
+    def spilled(self, lines: Iterable[Line]) -> None:
+        """What comes in these lines has to wait."""
+        now = clock.current().monotonic()
+        for line in lines:
+            self._gated.setdefault(line, now)
+        self._forget_gates()
+
+    def _forget_gates(self) -> None:
+        """Not one by one from the front: a dict looks at all that were deleted there before."""
+        if len(self._gated) > 2 * _GATED_KEPT:
+            self._gated = dict([*self._gated.items()][-_GATED_KEPT:])
+
+    def _may_wait(self, work: Work) -> bool:
+        """Whether a message may have to wait in memory for spilled ones of its line."""
+        since = self._gated.get(work.line) if work.claim is None else None
+        return since is not None and not GATE_SECONDS <= clock.current().monotonic() - since <= GATED_AGAIN
+
+    def _lines_that_wait(self, lines: Collection[Line]) -> set[Line]:
+        now = clock.current().monotonic()
+        for line in lines:
+            since = self._gated.pop(line, now)
+            self._gated[line] = now if now - since > GATED_AGAIN else since
+        waits = {line for line in lines if now - self._gated[line] < GATE_SECONDS}
+        self._forget_gates()
+        return waits
+
+    # -- what is in a message ------------------------------------------------------------------------------------------
+
+    def unreadable(self, work: Work) -> Trouble | None:
+        """Why a message cannot be read; None if it can, or if that has to be tried."""
         try:
-            incoming = self._reader.read(message, message.attempts + work.tries + 1)
-        except EventError as error:
-            self._report.failed(message, Failure.POISON, redacted(str(error)), error)
-            return self._unreadable(message, Failure.POISON, redacted(str(error)))
-        if incoming is None:
+            found = self._open(work)
+        except Exception:  # by code of the event's own class
             return None
-        return _Readable(work, arrival_in(incoming), incoming)
+        return found if isinstance(found, Trouble) else None
+
+    def untried(self, work: Work) -> Trouble | None:
+        """What is to be stored of a message that was not tried; None if no handler wants it."""
+        try:
+            found = self._open(work)
+        except Exception as error:  # by code of the event's own class
+            return self._trouble(work, error)
+        return Trouble.of(work.message, found) if isinstance(found, Incoming) else found
+
+    def _open(self, work: Work) -> Incoming | Trouble | None:
+        """The event in it; None if no handler wants it."""
+        try:
+            return self._reader.read(work.message, work.message.attempts + work.tries + 1)
+        except EventError as error:
+            self._report.failed(work.message, Failure.POISON, redacted(str(error)), error)
+            return self._unreadable(work.message, Failure.POISON, redacted(str(error)))
+
+    def _failed(self, work: Work, error: BaseException | Trouble) -> Trouble:
+        trouble = error if isinstance(error, Trouble) else self._trouble(work, error)
+        if not trouble.is_final:
+            self._progress.failed(work.tenant, work.line)
+        return trouble
 
     def _trouble(self, work: Work, error: BaseException) -> Trouble:
         failure = classify(error)
         reason = redacted(text_of(error)) if failure is Failure.BUSINESS else described(error)
-        if isinstance(error, _AlteredError):
-            return _altered(work, error.arrival)
-        if isinstance(error, _RefusedError):
-            return self._unreadable(work.message, work.refused_as or Failure.POISON, str(error))
         self._report.failed(work.message, failure, reason, error)
         try:
             incoming = self._reader.read(work.message)
@@ -449,18 +390,25 @@ class Processor:
             incoming = None
         if incoming is None:
             return self._unreadable(work.message, failure, reason)
-        return Trouble(failure, reason, arrival_in(incoming), KnownBy.EVENT, work.tenant)
+        return Trouble.of(work.message, incoming)._replace(failure=failure, reason=reason)
 
     def _unreadable(self, message: Message, failure: Failure, reason: str) -> Trouble:
         try:
             tenant = self._reader.tenant_of(message)
         except EventError:  # nobody's: what a tenant has in the inbox is not for strangers to fill
             tenant = None
-        return Trouble(failure, reason, arrival_of(message), KnownBy.CONTENT, tenant)
+        return Trouble(message, Arrival.of_content(message), tenant, KnownBy.CONTENT, failure, reason)
 
 
-def _altered(work: Work, arrival: Arrival) -> Trouble:
-    return Trouble(Failure.POISON, why_altered(arrival), altered(arrival), KnownBy.BODY, work.tenant)
+def parted(works: Sequence[Work], failed: Collection[Work]) -> tuple[list[Work], list[Work]]:
+    """Those in front of all that have failed in their line, and the others."""
+    parts: tuple[list[Work], list[Work]] = [], []
+    stopped = set[Line]()
+    for work in works:
+        if work in failed:
+            stopped.add(work.line)
+        parts[work.line in stopped].append(work)
+    return parts
 
 
 def _is_for_us(error: BaseException) -> bool:

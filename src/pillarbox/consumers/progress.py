@@ -101,29 +101,26 @@ class Progress:
 
     def is_held(self, tenant: str | None) -> bool:
         """Whether messages of this tenant are not tried now."""
-        failing = self._failing.get(tenant)
-        if failing is None or not self.holds:
-            return False
-        return failing.is_suspicious and clock.current().monotonic() < failing.next_probe
+        return self.holds and self._of(tenant).is_suspicious and self.rest_of(tenant) > 0
 
     def may_try(self, tenant: str | None) -> bool:
         """Whether a message of this tenant may be tried now. Of one that is held, only one at a time may."""
         if self.is_held(tenant):
             return False
-        failing = self._failing.get(tenant)
-        if failing is not None and failing.is_suspicious:
-            failing.put_off()
+        if self._of(tenant).is_suspicious:
+            self._of(tenant).put_off()
         return True
 
     def rest_of(self, tenant: str | None) -> float:
         """Seconds until the next message of this tenant may be tried."""
-        failing = self._failing.get(tenant)
-        return 0.0 if failing is None else max(0.0, failing.next_probe - clock.current().monotonic())
+        return max(0.0, self._of(tenant).next_probe - clock.current().monotonic())
 
     def probes_of(self, tenant: str | None) -> int:
         """How often a tenant that is held was tried in vain."""
-        failing = self._failing.get(tenant)
-        return 0 if failing is None else failing.probes
+        return self._of(tenant).probes
+
+    def _of(self, tenant: str | None) -> _Failing:
+        return self._failing.get(tenant) or _Failing()
 
     @property
     def everything_fails(self) -> bool:

@@ -16,15 +16,15 @@ import msgspec
 from sqlalchemy import Connection
 
 from .. import clock
-from ..inbox import Admission, Arrival, Claim, Inbox, Spill, consumer_id
+from ..inbox import Admission, Arrival, Claim, Inbox, KnownBy, Spill, consumer_id
 from ..outbox import INBOX_DESTINATION, Delivery, FailurePolicy, NewRows, count_rows, shard_of, stable_hash
 from ..retry import RetryPolicy
 from ..route import MAX_KEY_BYTES, MAX_TOPIC, OnFailure, Route
 from ..transport import Message
 from .failure import Failure
+from .handling import Incoming
 from .home import Home
-from .identity import KnownBy, altered, line_of, why_altered
-from .window import Work
+from .window import Work, line_of
 
 _NO_EVENT = "pillarbox.spilled"
 """The pattern of the routes of inbound lanes: no event is called so."""
@@ -36,29 +36,37 @@ _OURS = _INBOX_ID, _LINE, _KNOWN_BY, _FAILURE, _WHOLE = tuple(
 )
 
 
-class Spilled(NamedTuple):
-    """A message that is spilled, and why."""
+class Trouble(NamedTuple):
+    """Why a message does not take effect now, and what the inbox knows it by."""
 
     message: Message
     arrival: Arrival
     tenant: str | None
+    """Whose it is; None if what it says of that cannot be believed."""
     known_by: KnownBy = KnownBy.EVENT
     failure: Failure | None = None
-    """If it fails at once: in which way, and why. Else it is to be tried, and its line waits for it."""
-    reason: str | None = None
+    """None: it was not tried."""
+    reason: str = ""
+    """Already redacted."""
+
+    @classmethod
+    def of(cls, message: Message, incoming: Incoming) -> Trouble:
+        """A message that can be read, and that was not tried."""
+        return cls(message, incoming.arrival, incoming.context.tenant)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it fails at once. Else it is to be tried, and its line waits for it."""
+        return self.failure is Failure.BUSINESS or self.failure is Failure.POISON
+
+    def altered(self) -> Trouble:
+        """The message turns out to have the id of another one, with another body."""
+        known = self.arrival
+        return Trouble(self.message, known.altered(), self.tenant, KnownBy.BODY, Failure.POISON, known.why_altered)
 
 
-def _altered(spilled: Spilled) -> Spilled:
-    """A message whose id turns out to have been seen with another body."""
-    known = spilled.arrival
-    return Spilled(spilled.message, altered(known), spilled.tenant, KnownBy.BODY, Failure.POISON, why_altered(known))
-
-
-class Stored(NamedTuple):
-    """What a transaction has written for spilled messages."""
-
-    deliveries: Sequence[Delivery]
-    prepared: Any
+Stored = tuple[NewRows, Any]
+"""The rows that a transaction has written for spilled messages, and what `Posts` has prepared for them."""
 
 
 class Spiller:
@@ -91,69 +99,61 @@ class Spiller:
         )
         home.router.add(self.route)
 
-    async def spill(self, spilled: Sequence[Spilled]) -> int:
+    async def spill(self, troubles: Sequence[Trouble]) -> int:
         """Spill messages of one tenant, in order per line, but for those that the inbox knows; how many they were."""
-        stored = await self._home.apart(self._admit_and_write, spilled)
+        stored = await self._home.apart(self._admit_and_write, troubles)
         if stored is None:
             return 0
         self.committed(stored)
-        return len(stored.deliveries)
+        return sum(stored[0].values())
 
-    def _admit_and_write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored | None:
+    def _admit_and_write(self, connection: Connection, troubles: Sequence[Trouble]) -> Stored | None:
         number = self._identify(connection)
-        found = self._admit(connection, number, spilled)
-        if altered := {place: _altered(spilled[place]) for place in found if found[place] is Admission.ALTERED}:
-            spilled = [altered.get(place, each) for place, each in enumerate(spilled)]  # in its place in its line
+        found = self._admit(connection, number, troubles)
+        if altered := {place: troubles[place].altered() for place in found if found[place] is Admission.ALTERED}:
+            troubles = [altered.get(place, each) for place, each in enumerate(troubles)]  # in its place in its line
             again = self._admit(connection, number, [*altered.values()])
             found |= dict(zip(altered, again.values(), strict=True))
-        new = [each for place, each in enumerate(spilled) if found[place] is Admission.NEW]
+        new = [each for place, each in enumerate(troubles) if found[place] is Admission.NEW]
         return self.write(connection, new) if new else None
 
-    def _admit(self, connection: Connection, number: int, spilled: Sequence[Spilled]) -> dict[int, Admission]:
-        arrivals = [each.arrival for each in spilled]
-        return dict(enumerate(self._inbox.admit(connection, number, spilled[0].tenant, arrivals).admissions))
+    def _admit(self, connection: Connection, number: int, troubles: Sequence[Trouble]) -> dict[int, Admission]:
+        arrivals = [each.arrival for each in troubles]
+        return dict(enumerate(self._inbox.admit(connection, number, troubles[0].tenant, arrivals).admissions))
 
-    def write(self, connection: Connection, spilled: Sequence[Spilled]) -> Stored:
+    def write(self, connection: Connection, troubles: Sequence[Trouble]) -> Stored:
         """Write claims and deliveries beside rows of the inbox that this transaction has written."""
         prepared = self._home.posts.prepare(connection)
-        deliveries = [self._delivery(each) for each in spilled]
-        self._inbox.spill(
-            connection,
-            self.claims,
-            spilled[0].tenant,
-            [
-                Spill(
-                    _claim_of(each),
-                    delivery.event_id,
-                    gate=self._gates(each),
-                    refused=None if each.failure is None else each.reason or "",
-                )
-                for each, delivery in zip(spilled, deliveries, strict=True)
-            ],
-        )
+        deliveries = [self._delivery(each) for each in troubles]
+        spills = [
+            Spill(_claim_of(each), it.event_id, gate=self._gates(each), refused=each.reason if each.is_final else None)
+            for each, it in zip(troubles, deliveries, strict=True)
+        ]
+        self._inbox.spill(connection, self.claims, troubles[0].tenant, spills)
         self._home.inbound.append(connection, deliveries)
-        return Stored(deliveries, prepared)
+        return count_rows(deliveries, {}), prepared
 
-    def _gates(self, spilled: Spilled) -> bool:
+    def _gates(self, trouble: Trouble) -> bool:
         """Whether later messages of its line wait for it. In the lane they do so by tenant and key: by those of a
         message whose tenant cannot be believed, others would wait.
         """
-        if spilled.failure is None:
-            return True
         parks = self.route.record.on_failure is FailurePolicy.PARK
-        return parks and spilled.tenant == spilled.message.headers.get("tenant_id")
+        return not trouble.is_final or (parks and trouble.tenant == trouble.message.headers.get("tenant_id"))
 
     def committed(self, stored: Stored, *, behind: bool = False) -> None:
         """The transaction that wrote it has committed. Lanes are not woken at once for what was spilled ``behind``
         others: all that they could do is park it. They come to it with those, or when they look for themselves.
         """
-        rows, now = count_rows(stored.deliveries, self._untold), clock.current().monotonic()
+        rows, prepared = stored
+        for place, number in rows.items():
+            self._untold[place] = self._untold.get(place, 0) + number
+        now = clock.current().monotonic()
         if not behind or now - self._told_at >= BEHIND_SECONDS:
-            self._untold, self._told_at = {}, now
-            self._home.posts.committed(rows, stored.prepared)
+            rows, self._untold, self._told_at = self._untold, {}, now
+            self._home.posts.committed(rows, prepared)
 
-    def _delivery(self, spilled: Spilled) -> Delivery:
-        message, arrival, line = _storable(spilled.message), spilled.arrival, hash_of_line(spilled.message)
+    def _delivery(self, trouble: Trouble) -> Delivery:
+        message, arrival, line = _storable(trouble.message), trouble.arrival, hash_of_line(trouble.message)
         key = message.key or (str(line) if line else arrival.event_id.hex)
         return Delivery(
             event_id=clock.new_id(),
@@ -163,13 +163,13 @@ class Spiller:
             schema_version=arrival.schema_version,
             topic=message.topic,
             key=key,
-            tenant=spilled.tenant,
+            tenant=trouble.tenant,
             headers={
                 **message.headers,
                 _INBOX_ID: str(arrival.event_id),
-                _LINE: str(_claim_of(spilled).line),
-                _KNOWN_BY: spilled.known_by.value,
-                **({} if spilled.failure is None else {_FAILURE: spilled.failure.value}),
+                _LINE: str(_claim_of(trouble).line),
+                _KNOWN_BY: trouble.known_by.value,
+                **({_FAILURE: str(trouble.failure)} if trouble.is_final else {}),
             },
             body=message.body,
         )
@@ -209,10 +209,10 @@ def _hash_of(*parts: str) -> int:
     return stable_hash(_cleaned("".join(f"{len(part)}:{part}" for part in parts)))
 
 
-def _claim_of(spilled: Spilled) -> Claim:
+def _claim_of(trouble: Trouble) -> Claim:
     """Without a line, its tenant takes the place of that: two tenants may have events with one id."""
-    line = hash_of_line(spilled.message) or _hash_of("", spilled.tenant or "", "")
-    return Claim(line, spilled.arrival.event_id)
+    line = hash_of_line(trouble.message) or _hash_of("", trouble.tenant or "", "")
+    return Claim(line, trouble.arrival.event_id)
 
 
 def hash_of_line(message: Message) -> int:
@@ -239,7 +239,7 @@ def _storable(message: Message) -> Message:
     message = msgspec.structs.replace(message, headers=given)
     texts = [message.topic, message.key, *message.headers, *message.headers.values()]
     said = "".join(texts)
-    if len(message.topic) <= MAX_TOPIC and is_storable_key(message.key) and "\0" not in said and _is_utf8(said):
+    if len(message.topic) <= MAX_TOPIC and is_storable_key(message.key) and storable(said) == said:
         return message
     headers = {_cleaned(name): _cleaned(value) for name, value in message.headers.items()}
     whole = _Whole(_cleaned(message.topic), _cleaned(message.key), headers, message.body)
@@ -249,20 +249,12 @@ def _storable(message: Message) -> Message:
 
 def is_storable_key(key: str) -> bool:
     """Whether every database takes it."""
-    return len(key.encode(errors="replace")) <= MAX_KEY_BYTES and "\0" not in key and _is_utf8(key)
+    return len(key.encode(errors="replace")) <= MAX_KEY_BYTES and storable(key) == key
 
 
 def storable(text: str) -> str:
     """It, or something similar that every database takes."""
     return _cleaned(text).replace("\0", "?")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _cleaned(text: str) -> str:

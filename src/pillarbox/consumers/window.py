@@ -14,10 +14,9 @@ from itertools import chain
 import msgspec
 
 from .. import clock
-from ..inbox import Claim
+from ..inbox import Claim, KnownBy
 from ..transport import Message, Received
 from .failure import Failure
-from .identity import KnownBy, line_of
 
 Line = Hashable
 
@@ -48,6 +47,11 @@ class Work(msgspec.Struct, eq=False, gc=False):
     def __post_init__(self) -> None:
         self.tenant = self.message.headers.get("tenant_id")
         self.line = line_of(self.message) or object()
+
+
+def line_of(message: Message) -> tuple[str, str | None, str] | None:
+    """Its unit of order: a key of a tenant on a topic. A message without a key has none."""
+    return (message.topic, message.headers.get("tenant_id"), message.key) if message.key else None
 
 
 class Window:

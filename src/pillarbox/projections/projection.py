@@ -176,6 +176,8 @@ class Projection:
 
     # -- `Effects` -----------------------------------------------------------------------------------------------------
 
+    names_failures = True
+
     async def apply(self, uow: UnitOfWork, incoming: Sequence[Incoming]) -> None:
         """Write what these events change, in the transaction of ``uow``."""
         if incoming:  # the inbox may have known all of them

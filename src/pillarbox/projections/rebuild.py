@@ -30,10 +30,9 @@ from .. import clock
 from ..consumers.consumer import Consumer
 from ..consumers.failure import Failure, classify
 from ..consumers.handling import Incoming, Reader
-from ..consumers.identity import KnownBy, arrival_in, named_event
 from ..consumers.spilling import work_of
 from ..errors import ConfigurationError, EventError, StoreError
-from ..inbox import Admission, Arrival, Inbox, consumer_id, digest_of
+from ..inbox import Admission, Arrival, Inbox, KnownBy, consumer_id, digest_of
 from ..redaction import described, redacted
 from ..retry import RetryPolicy
 from ..stores import claims, sqlite
@@ -267,7 +266,7 @@ class Rebuild:
             await self._take_effect(tenant, theirs)
 
     def _open(self, message: Message) -> _Opened | None:
-        place, digest = (message.headers.get("tenant_id"), named_event(message)), digest_of(message.body)
+        place, digest = (message.headers.get("tenant_id"), _event_of(message)), digest_of(message.body)
         decision = self._decided.get((place, ANY_BODY)) or self._decided.get((place, digest))
         if decision is not None:
             _, body = decision
@@ -284,7 +283,7 @@ class Rebuild:
             return None
         if incoming is None:
             return None
-        arrival = msgspec.structs.replace(arrival_in(incoming), digest=digest)
+        arrival = msgspec.structs.replace(incoming.arrival, digest=digest)
         return (incoming.context.tenant, arrival.event_id), arrival, incoming
 
     def _leave_out(self, place: Place, event_type: str | None, error: Exception) -> None:
@@ -328,7 +327,7 @@ class Rebuild:
                 # A message that was unreadable or altered says nothing about other bodies of its event.
                 form = ANY_BODY if work.known_by is KnownBy.EVENT else digest_of(work.message.body)
                 edited = None if body is None else work_of(msgspec.structs.replace(message, body=body)).message.body
-                event = work.tenant, named_event(work.message)
+                event = work.tenant, _event_of(work.message)
                 decided[event, form] = (tenant, work.claim.inbox_id), edited
         for (event, form), (place, edited) in decided.items() - self._decided.items():
             if form == ANY_BODY and connection.scalar(_digest_in_inbox(self._new, place)) is not None:
@@ -415,3 +414,11 @@ async def _patiently(work: Callable[[], Awaitable[_Found]]) -> _Found:
                 raise
             logger.debug("a rebuild tries again: %s", redacted(str(error)))
             await asyncio.sleep(RETRY.delay(attempt))
+
+
+def _event_of(message: Message) -> UUID:
+    """Which event a message is about, by its header; of one without, a hash of all that it says."""
+    try:
+        return Arrival.of_event(UUID(message.headers["event_id"]), 0, message.body).event_id
+    except (KeyError, ValueError):
+        return Arrival.of_content(message).event_id

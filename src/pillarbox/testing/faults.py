@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from uuid import UUID
 
-from ..consumers.failure import Failure
 from ..consumers.handling import Effects, Incoming, LeftOut
-from ..consumers.processing import Processed, Processor, Trouble
+from ..consumers.processing import Processed, Processor
+from ..consumers.spilling import Trouble
 from ..consumers.window import Work
 from ..event import EventType
 from ..unit_of_work import UnitOfWork
@@ -68,6 +68,10 @@ class FaultyEffects:
     def kinds(self) -> Collection[EventType]:
         return self._effects.kinds
 
+    @property
+    def names_failures(self) -> bool:
+        return self._effects.names_failures
+
     def left_out(self) -> LeftOut:
         return self._effects.left_out()
 
@@ -108,7 +112,7 @@ class FaultyProcessor(Processor):
         return processed
 
     def _note(self, work: Work, trouble: Trouble) -> None:
-        if trouble.failure in (Failure.BUSINESS, Failure.POISON):
+        if trouble.is_final:
             self._failures.settled(self._consumer, _event_id(work))
             return
         raised = next((it for found, it in self._faulty.raised.items() if str(found) == _event_id(work)), None)

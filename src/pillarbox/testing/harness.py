@@ -27,7 +27,6 @@ from .. import clock
 from ..app import Pillarbox
 from ..clock import Clock
 from ..consumers.consumer import Consumer
-from ..consumers.failure import Failure
 from ..consumers.report import Tally
 from ..consumers.window import Work
 from ..errors import ConfigurationError
@@ -265,9 +264,9 @@ class Harness:
         work = Work(message)
         for _ in range(ATTEMPTS):
             processed = await self._takeover.processors[consumer.name].process([work])
-            refused = [it for _, it in processed.failed if it.failure in (Failure.BUSINESS, Failure.POISON)]
+            refused = [trouble for _, trouble in processed.failed if trouble.is_final]
             if refused and consumer._spiller is not None:
-                await consumer._spiller.spill([trouble.spilled(work, refused=True) for trouble in refused])
+                await consumer._spiller.spill(refused)
                 await consumer._intakes[-1].drain(0.0)
             if refused or processed.settled:
                 break
