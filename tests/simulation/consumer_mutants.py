@@ -108,7 +108,7 @@ def _follow_up_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedUnitOfWork, "publish", publish)
 
 
-@mutant("C2 once", "C3 both", seed=1)
+@mutant("C2 once", "C3 both", seed=3)
 def _uncommitted_row_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     hold = MemoryTable.hold
 
@@ -162,7 +162,7 @@ def _ack_before_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SubscriptionIntake, "_work", hasty)
 
 
-@mutant("C6 acked", seed=19)
+@mutant("C6 acked", seed=21)
 def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     together = Processor._together
 
@@ -175,7 +175,7 @@ def _unanswered_commit_taken_for_success(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_together", careless)
 
 
-@mutant("C6 acked", seed=0)
+@mutant("C6 acked", seed=3)
 def _spill_acknowledged_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     async def careless(self: Spiller, troubles: Sequence[Trouble]) -> int:
         with suppress(Exception):
@@ -186,7 +186,7 @@ def _spill_acknowledged_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spiller, "spill", careless)
 
 
-@mutant("H93", seed=2)
+@mutant("H93", seed=3)
 def _failed_ack_not_borne(patch: pytest.MonkeyPatch) -> None:
     work = SubscriptionIntake._work
 
@@ -216,7 +216,7 @@ def _spill_without_a_row_of_the_inbox(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spiller, "_admit_and_write", Spiller.write)
 
 
-@mutant("C1 loss", "C6 acked", seed=10)
+@mutant("C1 loss", "C6 acked", seed=12)
 def _altered_left_out_by_a_spill(patch: pytest.MonkeyPatch) -> None:
     def leave_out(self: Spiller, connection: Any, troubles: Sequence[Trouble]) -> Any:
         answers = self._admit(connection, self._identify(connection), troubles)
@@ -226,7 +226,7 @@ def _altered_left_out_by_a_spill(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spiller, "_admit_and_write", leave_out)
 
 
-@mutant("C1 loss", seed=110)
+@mutant("C1 loss", seed=3)
 def _unreadable_known_by_the_id_of_its_event(patch: pytest.MonkeyPatch) -> None:
     def unreadable(self: Processor, message: Message, kind: Failure, reason: str) -> Trouble:
         trouble = original(self, message, kind, reason)
@@ -299,13 +299,13 @@ def _inbox_that_forgets_what_has_a_claim(patch: pytest.MonkeyPatch) -> None:
 # -- keys that park ----------------------------------------------------------------------------------------------------
 
 
-@mutant("C5 order", seed=2, parks=True, ordered=True)
+@mutant("C5 order", seed=3, parks=True, ordered=True)
 def _refused_that_does_not_gate_though_its_key_parks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InboundStore, "wrong_gates", lambda _self: [])  # the order must show it
     patch.setattr(Spiller, "_gates", lambda _self, trouble: not trouble.is_final)
 
 
-@mutant("C5 order", seed=2, parks=True, ordered=True)
+@mutant("C5 order", seed=0, parks=True, ordered=True)
 def _gate_that_opens_before_a_person_has_decided(patch: pytest.MonkeyPatch) -> None:
     def fail(self: InboundStore, failures: Sequence[Any]) -> Any:
         keys = original(self, failures)
@@ -317,7 +317,7 @@ def _gate_that_opens_before_a_person_has_decided(patch: pytest.MonkeyPatch) -> N
     patch.setattr(InboundStore, "_fail", fail)
 
 
-@mutant("C5 order", seed=2, parks=True, ordered=True, batch=8, lots=[Lot.GARBLED, Lot.FINE])
+@mutant("C5 order", seed=6, parks=True, ordered=True, batch=8, lots=[Lot.GARBLED, Lot.FINE])
 def _unreadable_passed_by_what_comes_with_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processor, "_parks", property(lambda _self: False, lambda _self, _parks: None), raising=False)
 
@@ -340,7 +340,7 @@ def _redeliveries_that_nobody_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(intake, "_is_suspect", lambda _work: False)
 
 
-@mutant("C9 liveness", "C12 deaths", seed=1, lots=[Lot.FATAL, Lot.FINE])
+@mutant("C9 liveness", "C12 deaths", seed=4, lots=[Lot.FATAL, Lot.FINE])
 def _killer_that_its_lane_does_not_wait_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneDestination, "be_patient", lambda _self: None)
 
@@ -353,14 +353,14 @@ def _batch_that_killed_its_owners_sent_as_a_whole(patch: pytest.MonkeyPatch) -> 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("C5 order", seed=2, ordered=True)
+@mutant("C5 order", seed=3, ordered=True)
 def _fresh_messages_that_do_not_wait_behind_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryInbox, "_gated", lambda *_arguments: ())
 
 
 @mutant(
     "C5 order",
-    seed=27,
+    seed=152,
     ordered=True,
     batch=8,
     narrow=True,
@@ -378,7 +378,7 @@ def _gate_not_asked_again_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryInbox, "admit", admit)
 
 
-@mutant("C2 once", seed=5)
+@mutant("C2 once", seed=9)
 def _settled_rows_in_the_place_of_claims(patch: pytest.MonkeyPatch) -> None:
     """A lane that dies between the effect and the settling does it again."""
 
@@ -389,7 +389,7 @@ def _settled_rows_in_the_place_of_claims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryInbox, "redeem", redeem)
 
 
-@mutant("C2 once", seed=14)
+@mutant("C2 once", seed=3)
 def _claim_deleted_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
     async def commit(self: Processor, opened: Mapping[Work, Incoming]) -> Any:
         inbox: Any = self._inbox
@@ -423,7 +423,7 @@ def _unknown_errors_never_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RetryPolicy, "exhausted", lambda _self, _attempt: False)
 
 
-@mutant("C9 liveness", seed=0, lots=[Lot.STUBBORN, Lot.PUZZLING])
+@mutant("C9 liveness", seed=1, lots=[Lot.STUBBORN, Lot.PUZZLING])
 def _rejections_of_a_lane_held_against_the_consumer(patch: pytest.MonkeyPatch) -> None:
     def rejection(*arguments: Any, alone: bool = False, **options: Any) -> Rejection:  # noqa: ARG001  that is it
         return Rejection(*arguments, **options)
@@ -479,7 +479,7 @@ def _line_worked_on_by_several(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Window, "take", eager)
 
 
-@mutant("C5 order", seed=86, ordered=True)
+@mutant("C5 order", seed=17, ordered=True)
 def _suspects_spilled_before_those_in_front_of_them(patch: pytest.MonkeyPatch) -> None:
     async def handle(self: SubscriptionIntake, works: list[Work]) -> Any:
         if suspects := [work for work in works if intake._is_suspect(work)]:
@@ -492,7 +492,7 @@ def _suspects_spilled_before_those_in_front_of_them(patch: pytest.MonkeyPatch) -
     patch.setattr(SubscriptionIntake, "_handle", handle)
 
 
-@mutant("C5 order", seed=94, ordered=True, batch=8)
+@mutant("C5 order", seed=145, ordered=True, batch=8)
 def _rest_of_a_line_spilled_before_what_is_left_of_it(patch: pytest.MonkeyPatch) -> None:
     behind: dict[int, set[Line]] = {}
 
@@ -518,7 +518,7 @@ def _rest_of_a_key_goes_on_behind_another_body(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Processor, "_parks", property(lambda _self: False, lambda _self, _parks: None), raising=False)
 
 
-@mutant("C5 order", seed=6, ordered=True, parks=True)
+@mutant("C5 order", seed=37, ordered=True, parks=True)
 def _another_body_spilled_behind_the_rest_of_its_key(patch: pytest.MonkeyPatch) -> None:
     def write(self: Spiller, connection: Any, troubles: Sequence[Trouble]) -> Any:
         return original(self, connection, sorted(troubles, key=lambda each: each.known_by is KnownBy.BODY))
