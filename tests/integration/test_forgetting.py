@@ -15,6 +15,7 @@ from pillarbox.errors import StoreError
 from pillarbox.inbox import consumer_id
 from pillarbox.outbox import stable_hash
 from pillarbox.stores import forgetting, overview
+from pillarbox.stores import inbox as stored
 from pillarbox.stores.forgetting import Remains
 from pillarbox.stores.operations import Action
 from pillarbox.stores.tables import claims, consumers, failures, inbox, lanes, requests, routes
@@ -167,6 +168,39 @@ async def test_one_that_has_just_registered_is_left_alone(box: Pillarbox) -> Non
     await consumer.register()
     with pytest.raises(StoreError, match="'answers' was seen 0 seconds ago"):
         await forget(box)
+
+
+on_servers = pytest.mark.parametrize("database", ["embedded", "mariadb"], indirect=True)
+"""SQLite has one writer at a time."""
+
+
+@on_servers
+async def test_one_that_is_just_registering_is_left_alone(box: Pillarbox) -> None:
+    consumer = answering(box)
+    await consumer.register()
+    await be_gone(box)
+    async with box.engine.begin() as starting:
+        await starting.run_sync(stored.register_consumer, "answers", kind="handlers", source="broker", topics=[TOPIC])
+        forgetting_it = asyncio.create_task(forget(box))
+        await asyncio.wait([forgetting_it], timeout=0.5)
+    with pytest.raises(StoreError, match="'answers' was seen"):
+        await forgetting_it
+    assert (await rows_of(box, "answers"))["pillarbox_consumers"] == 1
+
+
+@on_servers
+async def test_one_that_registers_while_it_is_forgotten_begins_anew(box: Pillarbox) -> None:
+    consumer = answering(box)
+    await consumer.register()
+    await be_gone(box)
+    async with box.engine.begin() as connection:
+        while await connection.run_sync(forgetting.forget, "answers", discard=False) is not None:
+            pass
+        starting = asyncio.create_task(consumer.register())
+        await asyncio.wait([starting], timeout=0.5)
+        assert not starting.done()
+    await starting
+    assert (await rows_of(box, "answers"))["pillarbox_consumers"] == 1
 
 
 async def test_copies_of_its_dead_letters_go_with_it(box: Pillarbox, broker: MemoryTransport) -> None:

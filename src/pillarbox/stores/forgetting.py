@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, TextClause, and_, delete, func
 
 from ..errors import StoreError
 from ..inbox import consumer_id
-from ..outbox import INBOX_DESTINATION, LOCAL, OUTBOUND, RouteRecord, Status, stable_hash
+from ..outbox import INBOX_DESTINATION, LOCAL, OUTBOUND, RouteRecord, Status
 from . import inbox as stored
 from .append import route_record
 from .inbox import ConsumerRecord
@@ -63,6 +63,8 @@ def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, in
     """
     alone(connection)
     guard(connection)
+    # Locked: a process that registers it is seen before it is too late, or finds that the consumer is gone.
+    connection.execute(select(consumers.c.id).where(consumers.c.id == consumer_id(name)).with_for_update())
     this = _remains(connection, name)
     if not discard and (count := _waiting(connection, this)):
         raise StoreError(waits(name, count))
@@ -72,7 +74,7 @@ def forget(connection: Connection, name: str, *, discard: bool) -> tuple[str, in
     for route in this.routes:
         connection.execute(delete(lanes).where(lanes.c.route == route.id))
         connection.execute(delete(routes).where(routes.c.id == route.id))
-    connection.execute(delete(consumers).where(consumers.c.id == stable_hash(name)))
+    connection.execute(delete(consumers).where(consumers.c.id == consumer_id(name)))
     return None
 
 

@@ -330,23 +330,31 @@ def register_consumer(connection: Connection, name: str, kind: str, source: str,
     """
     values: dict[str, Any] = {"name": name, "kind": kind, "source": source, "topics": json.dumps([*topics])}
     number = consumer_id(name)
-    this = consumers_table.c.id == number
-    known = select(consumers_table).where(this)
+    known = select(consumers_table).where(consumers_table.c.id == number)
     try:
         found = connection.execute(known).one_or_none()
     except DBAPIError as error:
         explain(error)
         raise
-    if found is None:
+    if found is None or not _is_seen(connection, found, values):  # it is new, or has just been forgotten
         insert_missing(connection, consumers_table, [{"id": number, "updated_at": from_now(), **values}])
         found = connection.execute(known.with_for_update(key_share=True)).one()  # another process's, it may be
-    if found.name != name:
-        raise StoreError(f"the consumers {found.name!r} and {name!r} have the same number: rename the newer one")
-    if any(found._mapping[column] != value for column, value in values.items()):
-        values["updated_at"] = from_now()
-    # Those who hold the generation, one after the other, are not waited for.
-    connection.execute(update(consumers_table).where(this).values(seen_at=from_now(), **values))
+        _is_seen(connection, found, values)
     return int(found.generation)
+
+
+def _is_seen(connection: Connection, found: Any, values: Mapping[str, Any]) -> bool:
+    """Note that a consumer is seen, and what has changed about it; whether it is still there."""
+    if found.name != values["name"]:
+        raise StoreError(
+            f"the consumers {found.name!r} and {values['name']!r} have the same number: rename the newer one"
+        )
+    noted = {"seen_at": from_now(), **values}
+    if any(found._mapping[column] != value for column, value in values.items()):
+        noted["updated_at"] = from_now()
+    # Those who hold the generation, one after the other, are not waited for.
+    this = consumers_table.c.id == found.id
+    return bool(connection.execute(update(consumers_table).where(this).values(noted)).rowcount)
 
 
 def begin_life(connection: Connection, name: str, life: str, has_died: Callable[[str], bool]) -> bool:
