@@ -288,7 +288,7 @@ async def tables_of(box: Pillarbox) -> set[str]:
 
 async def generation(box: Pillarbox, name: str) -> int:
     async with box.engine.connect() as connection:
-        return await connection.run_sync(stored.generation_of, name)
+        return await connection.run_sync(stored.hold_generation, name)
 
 
 async def inbox_size(box: Pillarbox, name: str, generation: int) -> int:
@@ -1454,13 +1454,34 @@ async def test_one_that_cannot_clear_the_inbox_has_rebuilt_the_table(
     with monkeypatch.context() as patch:
 
         async def cut() -> None:
-            patch.setattr(stored, "forget", fail)
+            patch.setattr(rebuild, "forget_inbox", fail)
 
         assert (await labels.rebuild(progress=at(Stage.CLEARING, cut))).generation == 2
     assert "the next rebuild clears the inbox: ConnectionError: away" in caplog.text
     assert await inbox_size(box, labels.name, 1) == 10
     await labels.rebuild()
     assert [await inbox_size(box, labels.name, number) for number in (1, 2, 3)] == [0, 0, 10]
+
+
+@pytest.mark.dialects
+@pytest.mark.parametrize("database", ["embedded", "mariadb"], indirect=True)
+async def test_one_that_ends_while_its_commit_is_on_its_way_waits_for_what_becomes_of_it(box: Pillarbox) -> None:
+    """Without an inbox, the new generation would apply again what comes again."""
+    labels = projected(box, Labels)
+    await fill_jars(box, 4)
+    await labels.drain()
+    async with box.engine.begin() as switch:  # as the server goes on with a transaction whose connection is lost
+
+        async def lose() -> None:
+            await switch.run_sync(stored.set_generation, labels.name, 2)
+            raise ConnectionError("lost")
+
+        ending = asyncio.create_task(labels.rebuild(progress=at(Stage.CATCHING_UP, lose)))
+        await asyncio.wait([ending], timeout=0.5)
+        assert await inbox_size(box, labels.name, 2) == 10
+    with pytest.raises(ConnectionError, match="lost"):
+        await ending
+    assert [await inbox_size(box, labels.name, number) for number in (1, 2, 3)] == [0, 10, 0]
 
 
 async def test_one_may_begin_as_soon_as_another_one_has_ended(box: Pillarbox) -> None:

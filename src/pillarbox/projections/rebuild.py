@@ -186,7 +186,8 @@ class Rebuild:
 
     async def _clear(self) -> int:
         """Delete the rows of the generations before and after the live one from the inbox; the number of that one."""
-        live: int = await self._apart(stored.generation_of, self.name)
+        # Locked: a switch whose connection was lost may be committing still.
+        live: int = await self._apart(stored.hold_generation, self.name)
         for other in {live - 1, live + 1} - {0}:
             while await self._apart(forget_inbox, consumer_id(self.name, other), CLEARED_AT_ONCE):
                 pass

@@ -480,12 +480,6 @@ def hold_generation(connection: Connection, name: str) -> int:
     return int(connection.execute(this.with_for_update(read=True, key_share=True)).scalar_one())
 
 
-def generation_of(connection: Connection, name: str) -> int:
-    """The generation of a projection."""
-    this = select(consumers_table.c.generation).where(consumers_table.c.id == consumer_id(name))
-    return int(connection.execute(this).scalar_one())
-
-
 def set_generation(connection: Connection, name: str, generation: int) -> None:
     """Let a consumer start afresh. Waits for all who hold the generation. `StoreError` if there is no such."""
     this = consumers_table.c.id == consumer_id(name)
