@@ -38,6 +38,8 @@ IN_PLACE = 3
 """How often a message is tried before it is spilled."""
 IN_PLACE_SECONDS = 1.5
 """The same, for one that takes long to fail."""
+REJOIN = RetryPolicy(base=0.2, cap=5.0)
+"""How long a consumer waits before it joins its group again, after its connection is lost or refused."""
 IN_PLACE_CAP, GATE_PAUSE, AWAY_CAP = 0.5, 0.1, 5.0
 SPILLED_AT_ONCE = 500
 LONG_WAIT = 1.0
@@ -189,7 +191,7 @@ class SubscriptionIntake:
                 except OSError as error:
                     attempt += 1
                     self._report.outage(NO_SOURCE, described(error))
-                    await self._pause(self._retry.delay(attempt))
+                    await self._pause(REJOIN.delay(attempt))
         finally:
             self._stopped.clear()
 
