@@ -17,9 +17,9 @@ from sqlalchemy import text
 
 from pillarbox import Message, Pillarbox, RetryPolicy, Route
 from pillarbox.stores import operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.log import LogStore
-from pillarbox.stores.trail import Author
 from pillarbox.transport import Outcome, Rejection
 from tests.servers import MariaDB, Missing
 

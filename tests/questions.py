@@ -17,9 +17,9 @@ from pillarbox.consumers.spilling import with_body
 from pillarbox.inbox import DeadLetter
 from pillarbox.outbox import Direction
 from pillarbox.stores import inspection, operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Details, Filter
 from pillarbox.stores.operations import Action, Run, Selection
-from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
 from tests.servers import Database
 

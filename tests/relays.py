@@ -14,10 +14,10 @@ from uuid import UUID
 
 from pillarbox import clock
 from pillarbox.lane import LaneWorker
+from pillarbox.lane_report import Counts
 from pillarbox.outbox import Delivery, FailurePolicy, Key, Lane, RouteRecord, Status, stable_hash
 from pillarbox.rejections import Rejections
 from pillarbox.relay import Pacing, Relay
-from pillarbox.report import Counts
 from pillarbox.retry import RetryPolicy
 from pillarbox.sending import Acknowledged
 from pillarbox.transport import Capabilities, Message, Outcome, Publisher

@@ -24,9 +24,9 @@ from .cache import Cache
 from .codec import Codec
 from .codecs import Codecs
 from .commit import guard_commits
+from .consumers.box import OUTBOX
 from .consumers.consumer import Consumer, Terms
 from .consumers.handling import Effects, Handlers, check_handler
-from .consumers.home import OUTBOX
 from .consumers.intake import Flow
 from .consumers.spilling import work_of
 from .context import current_context
@@ -36,6 +36,7 @@ from .errors import CommitOutcomeUnknown, ConfigurationError, SessionError, Stor
 from .event import EventType, registry
 from .gauges import Gauges
 from .inbox import DeadLetter
+from .lane_report import count_new
 from .options import check_numbers
 from .outbox import (
     INBOUND,
@@ -52,7 +53,6 @@ from .outbox import (
 from .projections.consumer import ProjectionConsumer
 from .projections.projection import Projection
 from .relay import Pacing, Relay, relay_name
-from .report import count_new
 from .retry import RetryPolicy
 from .route import OnFailure, Route, Router, check_key, check_routes, check_transports, topic_pattern
 from .stores import SqlStore, sqlite, store_on, streaming_on

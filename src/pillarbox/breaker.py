@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from .lane_report import Report
 from .outbox import Trouble
 from .redaction import redacted
-from .report import Report
 from .retry import RetryPolicy
 from .transport import Verdict
 

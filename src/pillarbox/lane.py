@@ -15,12 +15,12 @@ from . import clock
 from .alarm import Alarm
 from .breaker import Breaker
 from .fairness import Detours, Pace, Rates
+from .lane_report import Counts, Report
 from .leased_lane import LeasedLane
 from .numbering import PARTITIONS
 from .outbox import Batch, Lane, OutboxStore, Page, Trouble
 from .plan import Plan, make_plan
 from .rejections import REJECTS_EVERYTHING, Rejections
-from .report import Counts, Report
 from .sending import Acknowledged, Sender
 from .telemetry import SILENT, Signals
 from .transport import Publisher

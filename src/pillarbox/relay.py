@@ -39,11 +39,11 @@ from .doorbell import ANYBODY, Doorbell
 from .errors import ConfigurationError, LaneHaltedError, LeaseLostError
 from .fairness import Pace
 from .lane import LaneWorker
+from .lane_report import STUMBLED, TIMES_IN_A_ROW, Counts, traceback_of
 from .options import check_numbers
 from .outbox import Census, Lane, LaneName, LaneStore, OutboxStore, Trouble, shard_of
 from .redaction import described, redacted
 from .rejections import Rejections
-from .report import STUMBLED, TIMES_IN_A_ROW, Counts, traceback_of
 from .sending import Acknowledged
 from .telemetry import SILENT, LogEvent, Sample, Signals
 from .transport import Publisher

@@ -21,13 +21,13 @@ from dataclasses import replace
 from . import clock
 from .breaker import Breaker
 from .errors import BatchMismatchError, LaneHaltedError, LeaseLostError
+from .lane_report import Report
 from .leased_lane import LeasedLane
 from .numbering import Numbering
 from .outbox import Failure, Key, Row
 from .plan import Plan, stops_key
 from .redaction import redacted
 from .rejections import PROBES, Accepted, Rejections
-from .report import Report
 from .retry import LONGEST
 from .transport import Message, Outcome, Publisher, Rejection, TopicsRefusedError, Verdict, contradiction
 

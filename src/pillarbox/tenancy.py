@@ -29,7 +29,16 @@ from sqlalchemy.orm.attributes import get_history
 from .context import current_context
 from .errors import ConfigurationError, TenancyError
 from .route import check_tenant
-from .scope import TenantScoped, levels, raw_table, scoped_class, scoped_tables, table_in, unconditional, unnamed_class
+from .tenant_scope import (
+    TenantScoped,
+    levels,
+    raw_table,
+    scoped_class,
+    scoped_tables,
+    table_in,
+    unconditional,
+    unnamed_class,
+)
 
 __all__ = ["SETTING", "UNSCOPED", "Tenancy", "TenantScoped", "check_role", "row_level_security", "session_tenant"]
 

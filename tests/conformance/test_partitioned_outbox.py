@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pillarbox.stores import partitions
+from pillarbox.stores.audit import Author
 from pillarbox.stores.log import LogStore
-from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.detours import DetourContract
 from tests.conformance.test_outbox_store import DatabaseStoreContract, DatabaseWorld, migrated
 

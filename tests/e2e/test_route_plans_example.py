@@ -20,9 +20,9 @@ from pillarbox import Message, Pillarbox
 from pillarbox.inbox import DeadLetter
 from pillarbox.outbox import Status
 from pillarbox.stores import operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
-from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
 from tests.readme import Reader, dead_links
 from tests.servers import Database, DatabaseServer, Pulsar, Server, Servers, wait_until

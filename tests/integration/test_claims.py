@@ -25,11 +25,11 @@ from pillarbox.outbox import (
     Status,
 )
 from pillarbox.stores import inspection, operations, overview, sqlite, store_on
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Details, Filter
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.tables import claims, requests
-from pillarbox.stores.trail import Author
 from tests.conftest import FreshDatabase
 
 SKIPPING = RouteRecord("consumer:billing", INBOX_DESTINATION, "billing", on_failure=FailurePolicy.SKIP)

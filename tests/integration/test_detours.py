@@ -11,12 +11,12 @@ from sqlalchemy import Connection
 
 from pillarbox.cursor import Cursor
 from pillarbox.outbox import OUTBOUND, Batch, Lane
-from pillarbox.stores import days, log, look, look_sql, retention
+from pillarbox.stores import log, look, look_sql, partition_pruning, retention
 from pillarbox.stores.announced import encode_detours
-from pillarbox.stores.days import Fate
+from pillarbox.stores.audit import Author
 from pillarbox.stores.overview import backlog, lane_states
+from pillarbox.stores.partition_pruning import Fate
 from pillarbox.stores.partitions import Part
-from pillarbox.stores.trail import Author
 from tests.copies import ROUTE, SHARD, Outbox, outbox
 from tests.servers import Database
 
@@ -128,7 +128,7 @@ async def test_h62_how_old_a_row_is_tells_the_detour_that_has_sent_it(here: Outb
         """As if the whole table were a day."""
         scope = retention.scope(connection, older_than=3600)
         table = Part("pillarbox_outbox", UUID(int=0), UUID(int=2**128 - 1))
-        return days._fate(connection, table, scope, retention.stretches(connection, scope))
+        return partition_pruning._fate(connection, table, scope, retention.stretches(connection, scope))
 
     async with here.engine.begin() as connection:
         assert (await connection.run_sync(judged)).stay == 2

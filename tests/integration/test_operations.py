@@ -25,11 +25,11 @@ from pillarbox.cursor import Cursor
 from pillarbox.errors import LeaseLostError, StoreError
 from pillarbox.outbox import Batch, FailurePolicy, Lane, Status, stable_hash
 from pillarbox.stores import inspection, operations, overview, sqlite, store_on
+from pillarbox.stores.audit import Author
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.inspection import Filter, Summary
 from pillarbox.stores.operations import Action, Change, Handle, Lanes, Run, Selection, Tenant
 from pillarbox.stores.tables import audit, lanes, outbox, relays, requests, routes
-from pillarbox.stores.trail import Author
 from pillarbox.transports.memory import MemoryTransport
 from tests.deliveries import put
 from tests.domain import until_somebody_waits

@@ -27,15 +27,15 @@ from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.cli import partitions as cli
 from pillarbox.errors import DuplicateEventError, StoreError
 from pillarbox.outbox import OUTBOUND, Batch, Delivery, Failure, Status, stable_hash
-from pillarbox.stores import days, inspection, operations, partitions, retention, server, sqlite, store_on
-from pillarbox.stores.days import Fate, Survey
+from pillarbox.stores import inspection, operations, partition_pruning, partitions, retention, server, sqlite, store_on
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.log import LogStore
 from pillarbox.stores.migrations import migrate
 from pillarbox.stores.operations import Action, Run, Selection
+from pillarbox.stores.partition_pruning import Fate, Survey
 from pillarbox.stores.partitions import first_id, is_busy, took_too_long, was_taken
 from pillarbox.stores.retention import Page
-from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from pillarbox.transports.memory import MemoryTransport
 from tests import commands
@@ -107,7 +107,7 @@ class Yard:
     async def survey(self) -> tuple[Survey, retention.Scope, list[retention.Stretch]]:
         scope = await self.ask(retention.scope, older_than=AHEAD)
         places = await self.ask(retention.stretches, scope)
-        return await self.ask(days.survey, scope, places), scope, places
+        return await self.ask(partition_pruning.survey, scope, places), scope, places
 
     async def fates(self) -> dict[str, tuple[int, int]]:
         """How many rows a day has, and how many of them stay."""
@@ -116,7 +116,7 @@ class Yard:
 
     async def drop(self) -> list[Fate]:
         found, scope, places = await self.survey()
-        return [await self.ask(days.drop, fate.part, scope, places) for fate in found.doomed]
+        return [await self.ask(partition_pruning.drop, fate.part, scope, places) for fate in found.doomed]
 
     async def prune_rows(self, limit: int = 2) -> int:
         found, scope, _ = await self.survey()
@@ -404,10 +404,10 @@ class TestDays:
             found, scope, places = await yard.survey()
             for part in found.layout.parts[:1]:
                 with pytest.raises(DBAPIError) as error:
-                    await yard.ask(days.drop, part, scope, places)
+                    await yard.ask(partition_pruning.drop, part, scope, places)
                 assert is_busy(error.value)
             await begun.commit()
-        assert (await yard.ask(days.drop, found.layout.parts[0], scope, places)).stay
+        assert (await yard.ask(partition_pruning.drop, found.layout.parts[0], scope, places)).stay
         await yard.drain()
         assert yard.sent == [KEYS[1], KEYS[0]]
         assert [it.rows for it in await yard.drop()] == [2]
@@ -419,7 +419,7 @@ class TestDays:
         found, scope, places = await yard.survey()
         assert [fate.stay for fate in found.fates] == [0]
         await yard.publish("b", OLD[0])
-        assert (await yard.ask(days.drop, found.fates[0].part, scope, places)).stay == 1
+        assert (await yard.ask(partition_pruning.drop, found.fates[0].part, scope, places)).stay == 1
         await yard.drain()
         assert yard.sent == ["a", "b"]
 
@@ -501,7 +501,7 @@ class TestDays:
                 phase += 1  # the other days come to rest
                 found, scope, places = await yard.survey()
                 for doomed in found.doomed:
-                    fate = await tried(days.drop, doomed.part, scope, places)
+                    fate = await tried(partition_pruning.drop, doomed.part, scope, places)
                     dropped += fate is not None and not fate.stay
                 there = {str(part) for part in (await yard.ask(partitions.layout)).parts}
                 for day in OLD:

@@ -21,10 +21,10 @@ from pillarbox import IntegrationEvent, Pillarbox, RetryPolicy, Route
 from pillarbox.errors import StoreError
 from pillarbox.outbox import Direction, Status
 from pillarbox.stores import operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.identity import renew
 from pillarbox.stores.inspection import VIEWS, Filter
 from pillarbox.stores.operations import Action, Selection
-from pillarbox.stores.trail import Author
 from pillarbox.testing.link import Link
 from pillarbox.testing.pulsar import PulsarCluster
 from pillarbox.transports.pulsar import PulsarTransport

@@ -364,7 +364,7 @@ class TestOutages:
         await link.cut()
         await link.restore()
         await publish(publisher, late := messages(topic, "a", first=5))
-        await until(lambda: len(member._shelf) == 5)
+        await until(lambda: len(member._unacked) == 5)
         assert received_by_key(await receive(member, 5)) == by_key([*sent, *late])
         await nothing(member)
 
@@ -416,7 +416,7 @@ class TestOutages:
             await link.restore()
 
     async def test_joining_says_why_it_cannot(self, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pillarbox.transports.pulsar.official.PATIENCE", 1)
+        monkeypatch.setattr("pillarbox.transports.pulsar.official_client.PATIENCE", 1)
         link.silent = True
         with pytest.raises(ConnectionError, match=r"group 'billing' cannot be joined at pulsar://127.0.0.1:\d+: "):
             await answer(PulsarSubscriber(link.url).subscribe([new_topic()], "billing"))
@@ -493,7 +493,7 @@ class TestSettings:
         )
 
     async def test_tokens_are_asked_for_on_the_loop_for_each_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pillarbox.transports.pulsar.official.PATIENCE", 1)
+        monkeypatch.setattr("pillarbox.transports.pulsar.official_client.PATIENCE", 1)
         tokens = (f"token-{number}" for number in count())
         threads: set[str] = set()
         connects: list[wire.Connect] = []

@@ -16,8 +16,8 @@ from pillarbox.errors import StoreError
 from pillarbox.outbox import OUTBOUND, Batch, Failure
 from pillarbox.outbox import TABLES as DELIVERIES
 from pillarbox.stores import rebase as module
+from pillarbox.stores.audit import Author
 from pillarbox.stores.rebase import Survey, forget, rebase, survey
-from pillarbox.stores.trail import Author
 from tests.conftest import FreshDatabase
 from tests.copies import SHARD, Outbox, copy_rows, dump, outbox
 from tests.relays import soon

@@ -18,16 +18,16 @@ from pillarbox import Pillarbox, RetryPolicy, Route, clock
 from pillarbox.errors import SessionError
 from pillarbox.fairness import Pace
 from pillarbox.lane import LaneWorker
+from pillarbox.lane_report import Counts
 from pillarbox.outbox import Batch, Failure, Status
 from pillarbox.rejections import Rejections
 from pillarbox.relay import Relay
-from pillarbox.report import Counts
 from pillarbox.stores import operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter, deliveries, deliveries_of
 from pillarbox.stores.operations import Action, Change, Handle, Run, Selection, Tenant
 from pillarbox.stores.pool import with_own_pool
 from pillarbox.stores.tables import lanes, relays
-from pillarbox.stores.trail import Author
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport
 from tests.copies import TOPIC as COPIES

@@ -34,10 +34,10 @@ from pillarbox.outbox import (
 from pillarbox.stores import archive, archive_file, inspection, operations, retention, sqlite, store_on
 from pillarbox.stores.append import Appender
 from pillarbox.stores.archive_file import Archived, Writer
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
 from pillarbox.stores.retention import Page, Position, Scope
-from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import delivery
 from pillarbox.transports.memory import MemoryTransport
 from tests.domain import make_due

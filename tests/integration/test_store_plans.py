@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from pillarbox.errors import StoreError
 from pillarbox.outbox import OUTBOUND, Batch, Direction, Failure, Lane, Status
 from pillarbox.stores import operations, rebase, sqlite, store_on
+from pillarbox.stores.audit import Author
 from pillarbox.stores.columns import from_now
 from pillarbox.stores.identity import renew
 from pillarbox.stores.inspection import VIEWS, Filter, lead_to_indexes
@@ -27,7 +28,6 @@ from pillarbox.stores.migrations import migrate
 from pillarbox.stores.overview import backlog
 from pillarbox.stores.queue import QueueStore
 from pillarbox.stores.tables import meta, outbox
-from pillarbox.stores.trail import Author
 from pillarbox.testing.conformance.outbox import ROUTE, delivery
 from tests.conftest import FreshDatabase
 from tests.deliveries import put

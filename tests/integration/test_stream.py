@@ -29,13 +29,13 @@ from pillarbox.retry import RetryPolicy
 from pillarbox.stores import feed as feeds
 from pillarbox.stores import partitions, streaming_on
 from pillarbox.stores import stream as streams
+from pillarbox.stores.audit import Author
 from pillarbox.stores.buffer import Buffer
 from pillarbox.stores.cdc import CdcStore
 from pillarbox.stores.feed import Feed
 from pillarbox.stores.pgoutput import COLUMNS, Streamed
 from pillarbox.stores.slots import SlotState
 from pillarbox.stores.stream import open_stream
-from pillarbox.stores.trail import Author
 from pillarbox.telemetry import SILENT, Labels, Metric, Observer
 from pillarbox.transport import Message
 from pillarbox.transports.memory import MemoryTransport

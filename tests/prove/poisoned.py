@@ -17,9 +17,9 @@ from sqlalchemy import Connection
 from pillarbox import IntegrationEvent, Pillarbox
 from pillarbox.relay import Relay
 from pillarbox.stores import operations
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import Filter
 from pillarbox.stores.operations import Action, Run, Selection
-from pillarbox.stores.trail import Author
 from pillarbox.transport import Capabilities, Message, Outcome, Rejection
 from tests.simulation.checker import Entry, Ledger, check
 from tests.transport_bugs import Bug, misbehave

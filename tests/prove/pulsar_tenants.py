@@ -30,9 +30,9 @@ import sqlalchemy as sa
 
 from pillarbox import Pillarbox
 from pillarbox.outbox import Direction
+from pillarbox.stores.audit import Author
 from pillarbox.stores.inspection import VIEWS
 from pillarbox.stores.operations import Change, Handle, Tenant, apply
-from pillarbox.stores.trail import Author
 from pillarbox.transports.pulsar import PulsarTransport
 from pillarbox.transports.pulsar.names import TopicName
 from tests.prove.ack_kill import Acknowledged, Tally, Where, numbers_on, official_client, open_box

@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy.exc import OperationalError
 
 from pillarbox.codecs import Codecs
-from pillarbox.consumers.home import Home
+from pillarbox.consumers.box import Box
 from pillarbox.errors import CommitOutcomeUnknown, DuplicateEventError
 from pillarbox.outbox import INBOX_DESTINATION, Delivery, Direction, NewRows
 from pillarbox.relay import Pacing, Relay, RelayStore
@@ -305,7 +305,7 @@ class SimulatedPosts:
         """No relay waits for them."""
 
 
-class SimulatedHome:
+class SimulatedBox:
     """The box of one process."""
 
     takes_turns = False
@@ -325,9 +325,9 @@ class SimulatedHome:
         )
 
     @property
-    def as_home(self) -> Home:
+    def as_box(self) -> Box:
         """For those who want the port: all but an engine is here."""
-        return cast(Home, self)
+        return cast(Box, self)
 
     def unit_of_work(self, **_options: Any) -> SimulatedUnitOfWork:
         return self._unit()

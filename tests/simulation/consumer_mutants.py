@@ -60,9 +60,9 @@ def _effect_first_and_the_row_in_another_transaction(patch: pytest.MonkeyPatch) 
         inbox: Any = self._inbox
         known = {place[2] for place, _ in inbox.table.seen(None)}
         self._begun += 1
-        async with self._home.unit_of_work() as uow:
+        async with self._box.unit_of_work() as uow:
             await self._effects.apply(uow, [it for it in opened.values() if it.context.event_id not in known])
-        await self._home.apart(self._admit, opened)
+        await self._box.apart(self._admit, opened)
         return dict.fromkeys(opened, Admission.DUPLICATE)
 
     original = Processor._commit
@@ -74,9 +74,9 @@ def _row_first_and_the_effect_in_another_transaction(patch: pytest.MonkeyPatch) 
     async def commit(self: Processor, opened: Mapping[Work, Incoming]) -> Any:
         if next(iter(opened)).claim is not None:
             return await original(self, opened)
-        answers, _ = await self._home.apart(self._admit, opened)
+        answers, _ = await self._box.apart(self._admit, opened)
         self._begun += 1
-        async with self._home.unit_of_work() as uow:
+        async with self._box.unit_of_work() as uow:
             await self._effects.apply(uow, [it for work, it in opened.items() if answers[work] is Admission.NEW])
         return answers
 
@@ -397,9 +397,9 @@ def _claim_deleted_in_another_transaction(patch: pytest.MonkeyPatch) -> None:
         if any(work.claim not in claims or claims[work.claim].refused is not None for work in opened):
             return await original(self, opened)
         self._begun += 1
-        async with self._home.unit_of_work() as uow:
+        async with self._box.unit_of_work() as uow:
             await self._effects.apply(uow, [*opened.values()])
-        await self._home.apart(self._redeem_all, opened)
+        await self._box.apart(self._redeem_all, opened)
         return dict.fromkeys(opened, Admission.NEW)
 
     original = Processor._commit

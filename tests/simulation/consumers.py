@@ -30,7 +30,7 @@ from pillarbox.transport import Message, Received
 from pillarbox.unit_of_work import UnitOfWork
 from tests.simulation.consumer_broker import HostileBroker, SimulatedSubscriber
 from tests.simulation.consumer_checker import Found, Lot, Sent, check_consumed
-from tests.simulation.consumer_database import MARK, SOURCE, Database, SimulatedHome, SimulatedUnitOfWork
+from tests.simulation.consumer_database import MARK, SOURCE, Database, SimulatedBox, SimulatedUnitOfWork
 from tests.simulation.course import ACTIVE, PATIENCE, Course, Focus, Result
 from tests.simulation.loop import START, Life
 from tests.simulation.wire import Wire
@@ -451,11 +451,11 @@ class ConsumerWorld(Course):
         life.host = self._births % self._hosts
         wire = Wire(self.chaos, life)
         pacing = Pacing(lease=LEASE, batch=self.draw.choice((2, 5, 50)), look=4.0, grace=self._flow.grace)
-        home = SimulatedHome(self.database, self.chaos, life, wire, pacing)
+        box = SimulatedBox(self.database, self.chaos, life, wire, pacing)
         effects = Collecting() if self._collects else Handlers()
         life.relay = consumer = Consumer(
             NAME,
-            home.as_home,
+            box.as_box,
             effects,
             source=SOURCE,
             subscriber=SimulatedSubscriber(self.broker, self.chaos, life, wire, self._acked),

@@ -8,8 +8,8 @@ from uuid import UUID
 
 import pytest
 
+from pillarbox.lane_report import Counts, Report
 from pillarbox.outbox import Lane, RouteRecord
-from pillarbox.report import Counts, Report
 from pillarbox.telemetry import SILENT
 
 

@@ -24,10 +24,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pillarbox import clock, telemetry
 from pillarbox.errors import ConfigurationError
 from pillarbox.gauges import ANSWER_SECONDS, FAILURE_SECONDS, Gauges, Question
+from pillarbox.lane_report import _ages
 from pillarbox.outbox import Status
 from pillarbox.prometheus import OTHER, PrometheusSignals
 from pillarbox.relay import Relay
-from pillarbox.report import _ages
 from pillarbox.telemetry import METRICS, Activity, JsonFormatter, LogEvent, Metric, Observer, Sample, Signals
 from pillarbox.transport import Message, Outcome, Verdict
 from tests.relays import TOPIC, Broker, Line, World, freeze, in_virtual_time, running, until

@@ -10,7 +10,7 @@ from uuid import UUID
 from pillarbox import clock
 from pillarbox.codecs import Codecs
 from pillarbox.consumers import spilling
-from pillarbox.consumers.home import Home
+from pillarbox.consumers.box import Box
 from pillarbox.consumers.spilling import Spiller, Trouble, work_of
 from pillarbox.inbox import Arrival, KnownBy, digest_of
 from pillarbox.outbox import INBOX_DESTINATION, Delivery, count_rows
@@ -30,9 +30,9 @@ async def test_another_body_under_a_known_id_is_spilled_as_such() -> None:
     posts = SimpleNamespace(prepare=lambda _connection: None, committed=lambda *_: None)
     inbound = SimpleNamespace(append=lambda _connection, deliveries: written.extend(deliveries))
     router = Router([], Codecs().named, {INBOX_DESTINATION: Capabilities()}, 1)
-    home = cast(Home, SimpleNamespace(router=router, posts=posts, inbound=inbound, apart=apart))
+    box = cast(Box, SimpleNamespace(router=router, posts=posts, inbound=inbound, apart=apart))
     inbox = MemoryInbox()
-    spiller = Spiller("billing", home, inbox, lambda _connection: 1, retry=RetryPolicy(), on_failure="skip")
+    spiller = Spiller("billing", box, inbox, lambda _connection: 1, retry=RetryPolicy(), on_failure="skip")
     for body in (b"1", b"2", b"2", b"1"):
         arrival = Arrival(UUID(int=1), 1, digest_of(body))
         await spiller.spill([Trouble(Message("orders", "k", body, {}), arrival, None)])
@@ -47,10 +47,10 @@ def test_lanes_are_not_woken_at_once_for_what_waits_behind_others_but_all_of_it_
     told: list[int] = []
     posts = SimpleNamespace(committed=lambda rows, _prepared: told.append(sum(rows.values())))
     router = Router([], Codecs().named, {INBOX_DESTINATION: Capabilities()}, 1)
-    home = cast(Home, SimpleNamespace(router=router, posts=posts))
+    box = cast(Box, SimpleNamespace(router=router, posts=posts))
     time = Stopped()
     with clock.use(time):
-        spiller = Spiller("billing", home, MemoryInbox(), lambda _: 1, retry=RetryPolicy(), on_failure="skip")
+        spiller = Spiller("billing", box, MemoryInbox(), lambda _: 1, retry=RetryPolicy(), on_failure="skip")
         message = Trouble(Message("orders", "k", b"", {}), Arrival(UUID(int=1), 1, b""), None)
         one = count_rows([spiller._delivery(message)], {}), None
         spiller.committed(one, behind=True)

@@ -18,7 +18,7 @@ from ..outbox import Direction
 from .output import CommandError, Exit, plain
 
 if TYPE_CHECKING:
-    from ..stores.trail import Author
+    from ..stores.audit import Author
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -121,7 +121,7 @@ def signed(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def sign(*arguments: Any, by: str, reason: str | None, **given: Any) -> Any:
-        from ..stores.trail import Author  # noqa: PLC0415  others, and their --help, need not wait for it
+        from ..stores.audit import Author  # noqa: PLC0415  others, and their --help, need not wait for it
 
         return command(*arguments, author=Author(by, reason), **given)
 

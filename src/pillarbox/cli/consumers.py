@@ -12,17 +12,17 @@ import msgspec
 from sqlalchemy import Connection
 
 from ..app import Pillarbox
+from ..consumers.box import OUTBOX
 from ..consumers.consumer import Consumer
 from ..consumers.dead_letters import SUFFIX, consumer_of
-from ..consumers.home import OUTBOX
 from ..outbox import LOCAL
 from ..settings import Settings
 from ..stores import claims, forgetting
+from ..stores.audit import Author, note
 from ..stores.forgetting import Remains
 from ..stores.inbox import ConsumerRecord, count_settled
 from ..stores.inbox import consumers as registered
 from ..stores.overview import backlog
-from ..stores.trail import Author, note
 from ..transport import Unsubscribes
 from .arguments import check_text, confirm, confirmed, options, signed
 from .database import ask, changing, load_settings, run, signals

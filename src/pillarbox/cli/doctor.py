@@ -13,14 +13,14 @@ import click
 from sqlalchemy import Connection, select
 
 from ..app import Pillarbox
-from ..consumers.home import OUTBOX
+from ..consumers.box import OUTBOX
 from ..errors import NotMigratedError, StoreError
 from ..inbox import consumer_id
+from ..lane_report import TIMES_IN_A_ROW
 from ..outbox import INBOX_DESTINATION, LOCAL, TABLES, Status
 from ..rejections import REJECTS_EVERYTHING
-from ..report import TIMES_IN_A_ROW
 from ..settings import Settings, masked
-from ..stores import claims, inspection, origin, overview, partitions, server
+from ..stores import claims, copy_check, inspection, overview, partitions, server
 from ..stores.dead_letters import count_dead_letters
 from ..stores.inbox import SqlInbox
 from ..stores.inbox import consumers as registered
@@ -134,7 +134,7 @@ def _checks(connection: Connection, settings: Settings, box: Pillarbox | None) -
 
 
 def _original(connection: Connection) -> Iterator[Check]:
-    if origin.is_copy(connection):
+    if copy_check.is_copy(connection):
         what = "this database is a copy, from a dump or by replication, and relays refuse it"
         yield Check("origin", State.PROBLEM, what, "`pillarbox outbox rebase`")
 

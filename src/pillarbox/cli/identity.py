@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..stores import identity
-from ..stores.trail import Author
+from ..stores.audit import Author
 from .arguments import confirm, confirmed, need_reason, options, signed
 from .database import change, load_settings, run
 from .output import emit, number

@@ -11,9 +11,9 @@ from sqlalchemy import Connection
 
 from ..outbox import Direction
 from ..stores import operations, overview
+from ..stores.audit import Author
 from ..stores.operations import Change, Handle, Lanes, Tenant
 from ..stores.overview import LaneState
-from ..stores.trail import Author
 from .arguments import Number, check_text, confirm, confirmed, one_direction, options, signed, together
 from .database import ask, load_settings, run
 from .database import change as changed

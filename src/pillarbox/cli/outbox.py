@@ -23,9 +23,9 @@ from ..consumers.spilling import with_body, work_of
 from ..outbox import Direction, Status
 from ..settings import Settings
 from ..stores import inspection, operations
+from ..stores.audit import Author
 from ..stores.inspection import ANY_CONSUMER, AuditEntry, Details, Filter, Summary
 from ..stores.operations import ELIGIBLE, Action, Run, Selection
-from ..stores.trail import Author
 from ..transport import Message
 from .arguments import (
     MAX_ID,

@@ -20,10 +20,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..errors import StoreError
 from ..settings import Settings
-from ..stores import days, partitions
+from ..stores import partition_pruning, partitions
+from ..stores.audit import Author
 from ..stores.partitions import Plan
 from ..stores.retention import Scope, Stretch
-from ..stores.trail import Author
 from .arguments import Number, Whole, confirm, confirmed, options, signed
 from .database import ask, changing, load_settings, run
 from .output import Exit, emit, number
@@ -223,7 +223,7 @@ async def make_days(
 class Days:
     """What a run of `prune` does with days."""
 
-    found: days.Survey
+    found: partition_pruning.Survey
     scope: Scope
     lanes: list[Stretch]
     dropped: list[str] = field(default_factory=list)
@@ -250,10 +250,10 @@ class Days:
             dropped = [*self.dropped, str(doomed.part)]
 
             def work(connection: Connection, part: Any = doomed.part, dropped: list[str] = dropped) -> tuple[Any, int]:
-                fate = days.drop(connection, part, self.scope, self.lanes)
+                fate = partition_pruning.drop(connection, part, self.scope, self.lanes)
                 return fate, 0 if fate.stay else note(connection, fate.rows, dropped)
 
-            done = await in_turn(engine, work, told, probe=partial(days.probe, part=doomed.part))
+            done = await in_turn(engine, work, told, probe=partial(partition_pruning.probe, part=doomed.part))
             if done is None:
                 self.notes.append(f"{doomed.part}: {_BUSY}")
             elif done[0].stay:
@@ -279,7 +279,7 @@ class Days:
         return {"days": {"selected": doomed, "dropped": self.dropped, "made": self.made, "notes": notes}}
 
 
-def _stays(fate: days.Fate) -> str:
+def _stays(fate: partition_pruning.Fate) -> str:
     return f"{fate.part}: stays, {fate.stay:,} of {number(fate.rows, 'delivery')} may not go yet"
 
 

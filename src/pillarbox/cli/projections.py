@@ -16,7 +16,7 @@ from ..errors import StoreError
 from ..projections.consumer import ProjectionConsumer
 from ..projections.rebuild import From, Progress, Rebuilt
 from ..stores import inbox as stored
-from ..stores.trail import Author, note
+from ..stores.audit import Author, note
 from .arguments import check_text, options, signed
 from .consumers import exactly, listed, look
 from .database import ask, load_settings, run

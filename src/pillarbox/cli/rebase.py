@@ -10,8 +10,8 @@ import click
 
 from ..settings import Settings
 from ..stores import rebase
+from ..stores.audit import Author
 from ..stores.rebase import Survey
-from ..stores.trail import Author
 from .arguments import confirm, confirmed, need_reason, options, signed
 from .database import ask, load_settings, opened, run
 from .output import emit, number

@@ -26,11 +26,11 @@ from ..errors import StoreError
 from ..outbox import OUTBOUND, TABLES, Status
 from ..settings import Settings
 from ..stores import archive as archives
-from ..stores import archive_file, days, retention
+from ..stores import archive_file, partition_pruning, retention
 from ..stores.archive import Unfinished
 from ..stores.archive_file import Archived, Summary, Writer
+from ..stores.audit import Author, note
 from ..stores.retention import Page, Position, Scope, Stretch
-from ..stores.trail import Author, note
 from . import partitions
 from .arguments import Number, Whole, check_text, confirm, confirmed, options, signed, together
 from .database import ask, change, changing, load_settings, run, signals
@@ -93,7 +93,7 @@ async def _surveyed(
             lanes = places = await connection.run_sync(retention.stretches, scope)
             whole = None
             if by_days:
-                found = await connection.run_sync(days.survey, scope, places)
+                found = await connection.run_sync(partition_pruning.survey, scope, places)
                 places = [*found.places]
                 whole = partitions.Days(found, scope, lanes) if found.layout.partitioned else None
         count = 0 if whole is None else whole.rows

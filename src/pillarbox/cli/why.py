@@ -18,9 +18,9 @@ import click
 from sqlalchemy import Connection
 
 from .. import clock
+from ..lane_report import BUG, STUMBLED
 from ..outbox import INBOX_DESTINATION, LOCAL, RouteRecord, Status
 from ..rejections import REJECTS_EVERYTHING
-from ..report import BUG, STUMBLED
 from ..stores import inbox as stored
 from ..stores import inspection, overview
 from ..stores.inspection import AuditEntry, Details, OpenRequest

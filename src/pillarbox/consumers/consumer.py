@@ -36,11 +36,11 @@ from ..stores.operations import retry_now
 from ..telemetry import Sample
 from ..transport import Redelivers, Subscriber, spellings_of
 from . import lives
+from .box import OUTBOX, Box
 from .dead_letters import DeadLetterRoute
 from .failure import Failure, classify
 from .handling import Effects, Handlers, Reader
 from .hands import Hands
-from .home import OUTBOX, Home
 from .intake import Flow, Intake, SubscriptionIntake
 from .lanes import LaneDestination, LaneIntake
 from .processing import Processor
@@ -113,7 +113,7 @@ class Consumer:
     def __init__(
         self,
         name: str,
-        home: Home,
+        box: Box,
         effects: Effects,
         *,
         source: str,
@@ -127,22 +127,22 @@ class Consumer:
         self.source = source
         self.topics = [*topics]
         self.effects = effects
-        self._home = home
+        self._box = box
         self.subscriber = subscriber
         self._inbox = inbox
         self.terms = terms
-        self._report = ConsumerReport(name, home.signals)
-        self._reader = Reader(name, effects, home.codecs, terms.ignores, spellings_of(topics, subscriber))
+        self._report = ConsumerReport(name, box.signals)
+        self._reader = Reader(name, effects, box.codecs, terms.ignores, spellings_of(topics, subscriber))
         self._progress = Progress(terms.patience)
         self._flow = flow
         self._hands = Hands(flow.concurrency)
         self._spiller = None
         if subscriber is not None:
-            self._spiller = Spiller(name, home, inbox, self.identify, retry=terms.retry, on_failure=terms.on_failure)
-        self._dead_letters = DeadLetterRoute.of(name, source, home)
+            self._spiller = Spiller(name, box, inbox, self.identify, retry=terms.retry, on_failure=terms.on_failure)
+        self._dead_letters = DeadLetterRoute.of(name, source, box)
         self._processor = Processor(
             name,
-            home,
+            box,
             effects,
             reader=self._reader,
             inbox=inbox,
@@ -176,9 +176,9 @@ class Consumer:
             dead_letters=self._dead_letters,
         )
         inbound = self._spiller is not None
-        relay = partial(self._home.relay_to, self.name, grace=self._flow.grace, inbound=inbound)
+        relay = partial(self._box.relay_to, self.name, grace=self._flow.grace, inbound=inbound)
         route = f"consumer:{self.name}" if inbound else f"{LOCAL}:{self.name}"
-        make_due = partial(self._home.apart, retry_now, stable_hash(route))
+        make_due = partial(self._box.apart, retry_now, stable_hash(route))
         intakes: list[Intake] = [LaneIntake(self.destination, relay, make_due)]
         if subscriber is not None and self._spiller is not None:
             received = SubscriptionIntake(
@@ -220,7 +220,7 @@ class Consumer:
     def _subscribe(self) -> None:
         self._reader.refresh()
         if self.source == OUTBOX and self.effects.kinds:
-            self._home.router.feed(self.name, [*self.effects.kinds], self.terms.retry, self.terms.on_failure)
+            self._box.router.feed(self.name, [*self.effects.kinds], self.terms.retry, self.terms.on_failure)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class Consumer:
         if self._has_seen_lanes:
             return False
         self._has_seen_lanes = True  # without a claim there is nothing but what a process that died has not settled
-        return bool(await self._home.inbound.ready([self._spiller.route.id]))
+        return bool(await self._box.inbound.ready([self._spiller.route.id]))
 
     async def redelivery(self) -> float | None:
         """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
@@ -386,7 +386,7 @@ class Consumer:
         if not self.effects.kinds:
             raise ConfigurationError(f"consumer {self.name} has no handler: register one with @{self.name}.on(...)")
         if not self._users:
-            if self._home.takes_turns:  # only now the database is known for sure
+            if self._box.takes_turns:  # only now the database is known for sure
                 self._hands.concurrency = 1
             self._stopping = False
             self._finished.clear()
@@ -408,7 +408,7 @@ class Consumer:
 
     async def register(self) -> None:
         """Let people see that there is such a consumer."""
-        await self._home.apart(
+        await self._box.apart(
             stored.register_consumer, self.name, kind=self.kind, source=self.source, topics=self.topics
         )
         await self._count_waiting()
@@ -418,7 +418,7 @@ class Consumer:
         if self._spiller is None:
             return 0
         most = self.terms.max_spilled
-        waiting = await self._home.apart(self._inbox.count_claims, self._spiller.claims, most)
+        waiting = await self._box.apart(self._inbox.count_claims, self._spiller.claims, most)
         self._spiller.is_full = waiting >= most
         self._report.outage(FULL_LANES, f"{most:,}" if self._spiller.is_full else None)
         return waiting
@@ -449,7 +449,7 @@ class Consumer:
         lanes, which find out.
         """
         if self._spiller is not None:
-            died = await self._home.apart(stored.begin_life, self.name, lives.this(), has_died=lives.has_died)
+            died = await self._box.apart(stored.begin_life, self.name, lives.this(), has_died=lives.has_died)
             self._spiller.untrusted = self._flow.concurrency * self._flow.batch if died else 0
             if died:
                 self.destination.be_patient()
@@ -457,7 +457,7 @@ class Consumer:
     async def _end_life(self) -> None:
         if self._spiller is not None:
             with suppress(Exception):  # then the next process is careful for nothing
-                await self._home.apart(stored.end_life, self.name, lives.this())
+                await self._box.apart(stored.end_life, self.name, lives.this())
 
     async def _keep_house(self) -> None:
         while True:
@@ -469,7 +469,7 @@ class Consumer:
         """Write down how far we have come, and let the inbox forget what it need not know."""
         handled, position = self._report.tally.handled, self._report.position
         try:
-            await self._home.apart(
+            await self._box.apart(
                 stored.report_position,
                 self.name,
                 handled=handled - self._noted,
@@ -480,7 +480,7 @@ class Consumer:
             self._noted = handled  # whatever becomes of the rest, it is not counted again
             await self._count_waiting()
             for _ in range(PRUNED_IN_A_ROW):
-                if await self._home.apart(self._prune) < PRUNED_AT_ONCE:
+                if await self._box.apart(self._prune) < PRUNED_AT_ONCE:
                     break
         except Exception as error:
             self._report.outage(NO_HOUSEKEEPING, described(error))

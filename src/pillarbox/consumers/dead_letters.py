@@ -17,7 +17,7 @@ from ..errors import DuplicateEventError
 from ..outbox import Delivery, count_rows, shard_of
 from ..route import MAX_TOPIC, Route
 from ..transport import Message
-from .home import OUTBOX, Home
+from .box import OUTBOX, Box
 from .spilling import Trouble, is_storable_key, storable
 from .window import Work
 
@@ -39,20 +39,20 @@ def consumer_of(route: str) -> str | None:
 class DeadLetterRoute:
     """Sends copies of messages that have failed."""
 
-    def __init__(self, consumer: str, route: Route, home: Home) -> None:
+    def __init__(self, consumer: str, route: Route, box: Box) -> None:
         self._consumer = consumer
         self._route = route
-        self._home = home
+        self._box = box
         self._told = False
 
     @classmethod
-    def of(cls, consumer: str, source: str, home: Home) -> DeadLetterRoute | None:
+    def of(cls, consumer: str, source: str, box: Box) -> DeadLetterRoute | None:
         """None if there is no broker to send copies to."""
-        if source == OUTBOX or not home.router.reaches(source):
+        if source == OUTBOX or not box.router.reaches(source):
             return None
         route = Route(_NO_EVENT, to=source, topic=f"{consumer}{SUFFIX}", name=_ROUTE + consumer, on_failure="skip")
-        home.router.add(route)
-        return cls(consumer, route, home)
+        box.router.add(route)
+        return cls(consumer, route, box)
 
     async def copy(self, failed: Sequence[tuple[Work, Trouble]]) -> None:
         """Send copies of these messages, each unless it was sent before."""
@@ -60,13 +60,13 @@ class DeadLetterRoute:
         if not deliveries:
             return
         try:
-            prepared = await self._home.apart(self._write, deliveries)
+            prepared = await self._box.apart(self._write, deliveries)
         except DuplicateEventError:
             if len(failed) > 1:
                 for each in failed:
                     await self.copy([each])
             return
-        self._home.posts.committed(count_rows(deliveries, {}), prepared)
+        self._box.posts.committed(count_rows(deliveries, {}), prepared)
 
     def _has_room(self, message: Message) -> bool:
         """Whether the outbox takes the name of the topic. If not, the failed delivery is there all the same."""
@@ -83,8 +83,8 @@ class DeadLetterRoute:
         return False
 
     def _write(self, connection: Connection, deliveries: list[Delivery]) -> Any:
-        prepared = self._home.posts.prepare(connection)
-        self._home.posts.append(connection, deliveries)
+        prepared = self._box.posts.prepare(connection)
+        self._box.posts.append(connection, deliveries)
         return prepared
 
     def _delivery(self, work: Work, trouble: Trouble) -> Delivery:
@@ -96,7 +96,7 @@ class DeadLetterRoute:
             event_id=uuid5(NAMESPACE_OID, f"{self._route.name} {work.tenant} {inbox_id}"),
             event_type=storable(message.headers.get("event_type", ""))[:200] or _NO_EVENT,
             route=self._route.id,
-            shard=shard_of(key, self._home.router.shards),
+            shard=shard_of(key, self._box.router.shards),
             schema_version=1,
             topic=storable(message.topic) + SUFFIX,
             key=key,

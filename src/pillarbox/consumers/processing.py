@@ -21,9 +21,9 @@ from ..errors import EventError
 from ..inbox import Admission, Arrival, Inbox, KnownBy
 from ..redaction import described, redacted, text_of
 from ..transport import Message
+from .box import Box
 from .failure import Failure, classify
 from .handling import Effects, EventsFailedError, Incoming, Reader
-from .home import Home
 from .progress import Progress
 from .report import ConsumerReport
 from .spilling import Spiller, Stored, Trouble, hash_of_line
@@ -84,7 +84,7 @@ class Processor:
     def __init__(
         self,
         name: str,
-        home: Home,
+        box: Box,
         effects: Effects,
         *,
         reader: Reader,
@@ -97,7 +97,7 @@ class Processor:
         parks: bool,
     ) -> None:
         self._name = name
-        self._home = home
+        self._box = box
         self._effects = effects
         self._reader = reader
         self._inbox = inbox
@@ -193,7 +193,7 @@ class Processor:
                     stopped.add(work.line)
             else:
                 if work.claim is not None:
-                    await self._home.apart(self._redeem_unwanted, work)
+                    await self._box.apart(self._redeem_unwanted, work)
                 processed.settled.append(work)
         if opened:
             processed.add(await self._take_effect(opened))
@@ -203,7 +203,7 @@ class Processor:
         first = next(iter(opened))
         began = clock.current().monotonic()
         alone = caused_by(first.message.headers) if len(opened) == 1 else nullcontext()
-        async with self._home.turn:
+        async with self._box.turn:
             with alone, self._naming_timeout():  # what COMMIT itself brings about is caused by the message, too
                 admissions = await self._commit(opened)
         ended = clock.current().monotonic()
@@ -244,8 +244,8 @@ class Processor:
         first = next(iter(opened))
         admit: Callable[..., tuple[_Admissions, Stored | None]]
         admit = self._admit if first.claim is None else self._redeem_all
-        async with self._home.unit_of_work(tenant=first.tenant, timeout=self._timeout, new_transaction=True) as uow:
-            admissions, stored = await self._home.within(uow, admit, opened)
+        async with self._box.unit_of_work(tenant=first.tenant, timeout=self._timeout, new_transaction=True) as uow:
+            admissions, stored = await self._box.within(uow, admit, opened)
             new = {work: incoming for work, incoming in opened.items() if admissions[work] is Admission.NEW}
             self._begun += 1
             try:

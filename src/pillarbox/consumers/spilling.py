@@ -21,9 +21,9 @@ from ..outbox import INBOX_DESTINATION, Delivery, FailurePolicy, NewRows, count_
 from ..retry import RetryPolicy
 from ..route import MAX_KEY_BYTES, MAX_TOPIC, OnFailure, Route
 from ..transport import Message
+from .box import Box
 from .failure import Failure
 from .handling import Incoming
-from .home import Home
 from .window import Work, line_of
 
 _NO_EVENT = "pillarbox.spilled"
@@ -75,7 +75,7 @@ class Spiller:
     def __init__(
         self,
         name: str,
-        home: Home,
+        box: Box,
         inbox: Inbox,
         identify: Callable[[Connection], int],
         *,
@@ -88,7 +88,7 @@ class Spiller:
         """Whether as many messages wait as may: then nothing more is received."""
         self.untrusted = 0
         """How many messages are to be spilled before any is tried: a process may have died of one of them."""
-        self._home = home
+        self._box = box
         self._inbox = inbox
         self._identify = identify
         self._untold: NewRows = {}
@@ -97,11 +97,11 @@ class Spiller:
         self.route = Route(
             _NO_EVENT, to=INBOX_DESTINATION, topic=name, name=f"consumer:{name}", on_failure=on_failure, retry=retry
         )
-        home.router.add(self.route)
+        box.router.add(self.route)
 
     async def spill(self, troubles: Sequence[Trouble]) -> int:
         """Spill messages of one tenant, in order per line, but for those that the inbox knows; how many they were."""
-        stored = await self._home.apart(self._admit_and_write, troubles)
+        stored = await self._box.apart(self._admit_and_write, troubles)
         if stored is None:
             return 0
         self.committed(stored)
@@ -123,14 +123,14 @@ class Spiller:
 
     def write(self, connection: Connection, troubles: Sequence[Trouble]) -> Stored:
         """Write claims and deliveries beside rows of the inbox that this transaction has written."""
-        prepared = self._home.posts.prepare(connection)
+        prepared = self._box.posts.prepare(connection)
         deliveries = [self._delivery(each) for each in troubles]
         spills = [
             Spill(_claim_of(each), it.event_id, gate=self._gates(each), refused=each.reason if each.is_final else None)
             for each, it in zip(troubles, deliveries, strict=True)
         ]
         self._inbox.spill(connection, self.claims, troubles[0].tenant, spills)
-        self._home.inbound.append(connection, deliveries)
+        self._box.inbound.append(connection, deliveries)
         return count_rows(deliveries, {}), prepared
 
     def _gates(self, trouble: Trouble) -> bool:
@@ -150,7 +150,7 @@ class Spiller:
         now = clock.current().monotonic()
         if not behind or now - self._told_at >= BEHIND_SECONDS:
             rows, self._untold, self._told_at = self._untold, {}, now
-            self._home.posts.committed(rows, prepared)
+            self._box.posts.committed(rows, prepared)
 
     def _delivery(self, trouble: Trouble) -> Delivery:
         message, arrival, line = _storable(trouble.message), trouble.arrival, hash_of_line(trouble.message)
@@ -159,7 +159,7 @@ class Spiller:
             event_id=clock.new_id(),
             event_type=storable(message.headers.get("event_type", ""))[:_MAX_EVENT_TYPE] or _NO_EVENT,
             route=self.route.id,
-            shard=shard_of(key, self._home.router.shards),
+            shard=shard_of(key, self._box.router.shards),
             schema_version=arrival.schema_version,
             topic=message.topic,
             key=key,

@@ -11,8 +11,8 @@ from sqlalchemy.orm import MappedColumn, Session, UOWTransaction, mapped_column
 from .. import clock
 from ..context import current_context
 from ..interceptor import Interceptor
-from ..scope import mixin_column
 from ..stores.columns import Utc
+from ..tenant_scope import mixin_column
 
 
 def _moment() -> MappedColumn[datetime]:

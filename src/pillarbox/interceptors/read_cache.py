@@ -29,8 +29,8 @@ from sqlalchemy.util import await_only
 from ..cache import Cache, Ticket
 from ..errors import ConfigurationError
 from ..interceptor import Interceptor
-from ..scope import TenantScoped
 from ..tenancy import Tenancy, tenant_for
+from ..tenant_scope import TenantScoped
 
 logger = logging.getLogger("pillarbox")
 

@@ -10,8 +10,8 @@ from sqlalchemy.orm import MappedColumn, Session, mapped_column
 
 from .. import clock
 from ..interceptor import Interceptor, Read
-from ..scope import mixin_column
 from ..stores.columns import Utc
+from ..tenant_scope import mixin_column
 
 
 def _moment() -> MappedColumn[datetime | None]:

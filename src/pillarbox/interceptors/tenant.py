@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 from ..errors import TenancyError
 from ..interceptor import Interceptor, Read
-from ..scope import TenantScoped
 from ..tenancy import tenant_for
+from ..tenant_scope import TenantScoped
 
 
 class Tenant(Interceptor):

@@ -18,7 +18,7 @@ from sqlalchemy import Enum as EnumType
 from sqlalchemy.orm import Mapper
 
 from ..errors import ConfigurationError, Poison
-from ..scope import TenantScoped
+from ..tenant_scope import TenantScoped
 
 GUARDS = VERSION, INDEX, COUNT, DELETED, AT = (
     "projected_version",

@@ -32,5 +32,5 @@ class ProjectionConsumer(Consumer):
         ``progress`` is called with each `Progress`, and may be async.
         """
         await self.register()
-        rebuild = Rebuild(self, self.effects, self._home.engine, self._reader, self._inbox, progress)
+        rebuild = Rebuild(self, self.effects, self._box.engine, self._reader, self._inbox, progress)
         return await rebuild.run(source, incomplete=incomplete)

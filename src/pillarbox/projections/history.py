@@ -35,7 +35,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..consumers.home import OUTBOX
+from ..consumers.box import OUTBOX
 from ..errors import ConfigurationError, StoreError
 from ..outbox import LOCAL, Status
 from ..route import topic_pattern

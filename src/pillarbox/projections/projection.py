@@ -32,9 +32,9 @@ from ..consumers.handling import EventsFailedError, Incoming, LeftOut, MessageCo
 from ..errors import ConfigurationError, TenancyError
 from ..event import EventType, registry
 from ..interceptors.read_cache import cache_key, forget_at_end
-from ..scope import TenantScoped, mixin_column
 from ..stores.columns import Utc, now
 from ..tenancy import session_tenant
+from ..tenant_scope import TenantScoped, mixin_column
 from ..unit_of_work import UnitOfWork
 from .change import Add, Change, Key, Position, RowState, Shape
 from .rows import Rows

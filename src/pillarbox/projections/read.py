@@ -56,9 +56,9 @@ from ..cache import Cache
 from ..consumers.failure import Failure, classify
 from ..errors import ConfigurationError, PillarboxError
 from ..interceptors.read_cache import cache_key, python_type, read_row
-from ..scope import TenantScoped
 from ..stores import sqlite
 from ..tenancy import Tenancy, tenant_for
+from ..tenant_scope import TenantScoped
 
 MAX_LIMIT = 1000
 """The longest page."""

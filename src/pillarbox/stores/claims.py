@@ -35,8 +35,8 @@ from sqlalchemy import (
 
 from ..outbox import INBOUND, Lane, Status, stable_hash
 from ..transport import Message
+from .audit import Author, note
 from .tables import claims, consumers, deliveries, failures, inbox, requests
-from .trail import Author, note
 
 _T = TypeVar("_T")
 

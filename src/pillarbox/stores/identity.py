@@ -8,9 +8,9 @@ from sqlalchemy import Connection, func, select, update
 
 from .. import clock
 from ..errors import StoreError
+from .audit import Author, note
 from .columns import from_now
 from .tables import lanes, meta, routes
-from .trail import Author, note
 
 
 def renew(connection: Connection, author: Author) -> tuple[UUID, int, int]:

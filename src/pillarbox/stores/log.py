@@ -26,10 +26,10 @@ from ..outbox import OUTBOUND, Announcement, Batch, Failure, Lane, LaneName, Pag
 from . import log_sql as sql
 from .announced import Contents, contents_of, encode_detours, moved, position, settled, settled_at
 from .append import Appender
+from .copy_check import COPY
 from .leases import Leases, confirm, fenced, lease_lost, stored
 from .log_failures import LogFailures
 from .look import FILTERED, Found, Look, Looked, Room, RowReader, look_at, poll, question_of, rebuild, side
-from .origin import COPY
 from .schema import SCHEMA_VERSION
 
 logger = logging.getLogger("pillarbox")

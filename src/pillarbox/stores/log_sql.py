@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from sqlalchemy import TextClause, text
 
+from .copy_check import IS_ORIGINAL
 from .log_failures import DUE, first_of_its_key
-from .origin import IS_ORIGINAL
 from .statement import DirectStatement
 
 # -- ready lanes -------------------------------------------------------------------------------------------------------

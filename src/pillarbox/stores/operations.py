@@ -19,6 +19,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, se
 
 from ..errors import StoreError
 from ..outbox import Direction, Status, stable_hash
+from .audit import Author, note, one_person_at_a_time
 from .columns import from_now
 from .inspection import (
     VIEWS,
@@ -34,7 +35,6 @@ from .inspection import (
 )
 from .overview import live_relays, route_named
 from .tables import failures, lanes, requests, routes, tenants
-from .trail import Author, note, one_person_at_a_time
 
 
 class Action(StrEnum):

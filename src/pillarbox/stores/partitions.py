@@ -7,7 +7,7 @@ additional rights.
 
 `partition` moves no row. The existing table becomes the default partition: rows keep their ids, transactions and
 places, so no cursor is affected. A day gets a partition only while the default partition has no row of it: a partition
-is never attached with rows in it. `stores.days` drops days.
+is never attached with rows in it. `stores.partition_pruning` drops days.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sqlalchemy.exc import DBAPIError
 
 from ..clock import first_uuid7, time_of
 from ..errors import StoreError
+from .audit import Author, note
 from .retention import alone
-from .trail import Author, note
 
 AHEAD = 7
 """Number of days that get their partitions in advance."""

@@ -29,9 +29,9 @@ from .. import clock
 from ..cursor import Snapshot
 from ..errors import StoreError
 from ..outbox import TABLES
-from . import origin
+from . import copy_check
+from .audit import Author, note, one_person_at_a_time
 from .tables import lanes, meta
-from .trail import Author, note, one_person_at_a_time
 
 PORTION = 10_000
 """Rows that `forget` reads in one transaction."""
@@ -101,7 +101,7 @@ def survey(connection: Connection) -> Survey:
 def _check(connection: Connection) -> None:
     if connection.dialect.name != "postgresql":
         raise StoreError("only a PostgreSQL has transactions with numbers: here there is nothing to rebase")
-    state = origin.state(connection)
+    state = copy_check.state(connection)
     if state.original:
         raise StoreError(
             "this database is no copy: its transactions have the numbers that lanes remember, so nothing is to be done"
@@ -164,7 +164,7 @@ def rebase(connection: Connection, author: Author, *, new_install_id: bool = Fal
             epoch=lanes.c.epoch + 1, **dict.fromkeys(("token", "locked_by", "locked_until", "trouble", "trouble_until"))
         )
     )
-    for statement in map(text, origin.WRITE):
+    for statement in map(text, copy_check.WRITE):
         connection.execute(statement)
     before: UUID = connection.execute(select(meta.c.install_id)).scalar_one()
     install = clock.new_id() if new_install_id else before

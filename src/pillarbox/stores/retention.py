@@ -32,13 +32,13 @@ from ..clock import first_uuid7
 from ..cursor import Cursor
 from ..errors import StoreError
 from ..outbox import OUTBOUND, TABLES, Status, stable_hash
-from . import origin
+from . import copy_check
 from .append import route_record
+from .audit import one_person_at_a_time
 from .columns import from_now
 from .log_sql import TELLS_ABOUT
 from .queue_sql import with_json, words
 from .tables import deliveries, lanes, routes
-from .trail import one_person_at_a_time
 
 MINIMUM_AGE = 60.0
 """Minimum age in seconds: after a lost answer to COMMIT, the client searches for its row, which must still exist."""
@@ -248,7 +248,7 @@ def guard(connection: Connection) -> None:
     """Refuse to prune a log whose cursors have lost their meaning, or whose failures are hidden by a row filter."""
     if not _is_postgres(connection):
         return
-    state = origin.state(connection)
+    state = copy_check.state(connection)
     if state.standby:
         raise StoreError("this server is a standby: retention needs the primary")
     if state.filtered:
@@ -256,7 +256,7 @@ def guard(connection: Connection) -> None:
             "row level security hides rows of Pillarbox's tables from this role: use one with BYPASSRLS, or the owner"
         )
     if not state.original:
-        raise StoreError(origin.COPY)
+        raise StoreError(copy_check.COPY)
 
 
 # -- deletion ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from uuid import UUID
 from ... import clock
 from ...outbox import Status
 from ...stores import inspection, operations, overview
+from ...stores.audit import Author
 from ...stores.inspection import Filter
 from ...stores.operations import Action, Selection
-from ...stores.trail import Author
 from .ledger import Balance, Kind, compare, read_ledger
 from .processes import Processes, Slot, State
 from .shop import OPERATOR, Shop, ledger, route

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ...transports.pulsar import Anonymous, Tls
-from ...transports.pulsar.official import load, new_client
+from ...transports.pulsar.official_client import load, new_client
 from .child import Told, live, say
 from .sink import Arrival, opened
 

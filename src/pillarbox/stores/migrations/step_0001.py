@@ -11,7 +11,7 @@ from alembic.operations import Operations
 from ... import clock
 from ...errors import StoreError
 from ...outbox import SHARDS, TABLES
-from .. import origin
+from .. import copy_check
 from ..columns import (
     AutoId,
     ByteExact,
@@ -203,7 +203,7 @@ CREATE TABLE pillarbox_journal (
 )"""
     )
     op.execute("CREATE TABLE pillarbox_origin (id smallint PRIMARY KEY, first_xmin bigint)")
-    for statement in origin.WRITE:
+    for statement in copy_check.WRITE:
         op.execute(sa.text(statement))
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ...transport import Message
-from . import official
+from . import official_client
 from .credentials import said
 from .names import TopicName
 from .templates import TopicFinder
@@ -29,7 +29,7 @@ class PulsarHistory:
     """Some topics, and the existing topics of templates, from their first message on."""
 
     def __init__(self, client: Any, plain: Mapping[TopicName, str], finder: TopicFinder | None) -> None:
-        self._pulsar = official.load()
+        self._pulsar = official_client.load()
         self._client = client
         self._plain = plain
         """Topics with the names that the user gave them."""

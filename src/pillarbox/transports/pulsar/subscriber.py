@@ -26,15 +26,15 @@ from typing import Any, Literal
 from ...errors import ConfigurationError
 from ...route import topic_pattern
 from ...transport import Message, Received
-from . import official
+from . import official_client
 from .address import check_admin_url, parse_address
 from .admin import PulsarAdmin
 from .client import Client
 from .credentials import Credentials, Tls, said, secret_of
 from .history import PulsarHistory
 from .names import TopicName, spellings
-from .shelf import Copy, Room, Shelf
 from .templates import TopicFinder, check_topics
+from .unacked import Copy, Room, Unacked
 
 KINDS = {"key_shared": "KeyShared", "failover": "Failover"}
 _STARTS = {"earliest": "Earliest", "latest": "Latest"}
@@ -103,7 +103,7 @@ class PulsarSubscriber:
             raise ConfigurationError("a client certificate is the credential, and tls names no cert_file")
         self._prefetch = prefetch
         self._start = start
-        self._pulsar = official.load()
+        self._pulsar = official_client.load()
 
     def __repr__(self) -> str:
         return f"PulsarSubscriber({self._url!r}, kind={self._kind!r})"
@@ -119,7 +119,7 @@ class PulsarSubscriber:
         self.check_topics(topics)
         await secret_of(self._credentials)  # a missing secret gives its reason here
         pulsar = self._pulsar
-        client = official.new_client(self._url, self._credentials, self._tls)
+        client = official_client.new_client(self._url, self._credentials, self._tls)
         subscription = PulsarSubscription(
             client,
             partial(
@@ -167,7 +167,7 @@ class PulsarSubscriber:
         """Read these topics, and the existing topics of templates, from their first stored message on."""
         self.check_topics(topics)
         await secret_of(self._credentials)
-        return PulsarHistory(official.new_client(self._url, self._credentials, self._tls), *self._named(topics))
+        return PulsarHistory(official_client.new_client(self._url, self._credentials, self._tls), *self._named(topics))
 
     def spellings(self, topic: str) -> Sequence[str]:
         """All names of this topic, or of this template."""
@@ -181,7 +181,7 @@ class PulsarSubscription:
         self, client: Any, subscribe: Callable[..., Any], plain: Mapping[TopicName, str], finder: TopicFinder | None, *,
         kind: str, prefetch: int,
     ) -> None:  # fmt: skip
-        self._pulsar = official.load()
+        self._pulsar = official_client.load()
         self._client = client
         self._subscribe = subscribe
         self._plain = plain
@@ -204,7 +204,7 @@ class PulsarSubscription:
         self._heard = 0.0
         self._change = asyncio.Event()
         self._orders = count()
-        self._shelf = Shelf()
+        self._unacked = Unacked()
         self._entries: dict[str, tuple[tuple[int, int], str]] = {}
         """The last entry of each topic or partition, and the key of its first message."""
         self._mixed: set[str] = set()
@@ -217,7 +217,7 @@ class PulsarSubscription:
     async def receive(self, limit: int, max_bytes: float = math.inf) -> Sequence[Received]:
         while True:
             self._check()
-            if taken := self._shelf.take(limit, max_bytes):
+            if taken := self._unacked.take(limit, max_bytes):
                 fresh = [copy for copy in taken if not copy.offered]
                 for copy in fresh:
                     copy.offered = True
@@ -229,13 +229,13 @@ class PulsarSubscription:
     async def ack(self, received: Sequence[Received]) -> None:
         self._check()
         for copy in [each.handle for each in received]:
-            if copy not in self._shelf:
+            if copy not in self._unacked:
                 continue
             try:
                 copy.consumer.acknowledge(copy.id)  # does not wait: it is sent with the next flush
             except self._pulsar.PulsarException as error:
                 raise ConnectionError(f"message {copy.id} cannot be acknowledged: {said(error)}") from None
-            self._shelf.drop(copy)
+            self._unacked.drop(copy)
 
     async def extend(self, received: Sequence[Received]) -> None:
         """Do nothing: held messages stay with this member while it is connected."""
@@ -351,7 +351,7 @@ class PulsarSubscription:
                 _ = self._loop.run_in_executor(None, self._give_up, consumer.of_client)
         # A broker that changes the active member of a group while it waits for messages may keep waiting, whatever is
         # stored, until the next message is published (seen once, on 4.0.8). So ask it to dispatch again.
-        if self._kind == "failover" and not len(self._shelf) and now - self._heard > _IDLE:
+        if self._kind == "failover" and not len(self._unacked) and now - self._heard > _IDLE:
             self._heard = now
             for consumer in self._consumers.values():
                 with suppress(self._pulsar.PulsarException):
@@ -374,7 +374,7 @@ class PulsarSubscription:
         self._heard = self._loop.time()
         while self._arrived:
             copy = self._arrived.popleft()
-            if not self._shelf.put(copy):
+            if not self._unacked.put(copy):
                 self._room.free(1, len(copy.message.body))
         self._change.set()
 

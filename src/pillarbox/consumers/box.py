@@ -27,7 +27,7 @@ class Inbound(Appends, OutboxStore, Protocol):
     """The store of inbound lanes."""
 
 
-class Home(Protocol):
+class Box(Protocol):
     """The box, as its consumers see it."""
 
     router: Router

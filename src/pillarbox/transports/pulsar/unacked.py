@@ -28,7 +28,7 @@ class Copy:
     out: bool = False
 
 
-class Shelf:
+class Unacked:
     """Belongs to the loop. It is never searched: an acknowledged message is skipped when its turn comes."""
 
     def __init__(self) -> None:
