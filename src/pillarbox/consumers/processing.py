@@ -129,13 +129,13 @@ class Processor:
         return await self._try(works)
 
     async def _try(self, works: Sequence[Work]) -> Processed:
-        begun = self._begun
+        begun, task = self._begun, asyncio.current_task()
         try:
             return await self._together(works)
         except _SomeFailedError as some:
             return await self._without(works, some.errors)
         except BaseException as error:
-            if _is_for_us(error):
+            if _is_for_us(error, task):
                 raise
             is_away = self._begun == begun and classify(error) is Failure.TRANSIENT
             if is_away:
@@ -411,13 +411,15 @@ def parted(works: Sequence[Work], failed: Collection[Work]) -> tuple[list[Work],
     return parts
 
 
-def _is_for_us(error: BaseException) -> bool:
-    """Whether we are told to stop. Anything else, even SystemExit, was raised by a handler, and is an error of its
-    message: a process that ended by it would meet the same message again.
+def _is_for_us(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """Whether we, who are this task, are told to stop. Anything else, even SystemExit, was raised by a handler, and is
+    an error of its message: a process that ended by it would meet the same message again.
     """
     try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs: what was left of our task is thrown away
+        is_alive = asyncio.current_task() is task
+    except RuntimeError:  # no loop runs
+        is_alive = False
+    if not is_alive:  # our loop has ended before us, and what is left of us is thrown away
         return True
     if isinstance(error, asyncio.CancelledError):
         return task is not None and task.cancelling() > 0
