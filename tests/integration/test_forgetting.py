@@ -6,9 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
-from sqlalchemy import ColumnElement, Table, func, select, text, update
+from sqlalchemy import ColumnElement, Table, event, func, select, text, update
 
 from pillarbox import Message, Pillarbox, Reject
 from pillarbox.errors import StoreError
@@ -244,3 +245,27 @@ async def test_a_consumer_of_the_outbox(box: Pillarbox) -> None:
         assert await connection.scalar(select(func.count()).select_from(rows).where(rows.c.route == route.id)) == 0
         assert await connection.scalar(select(func.count()).select_from(lanes).where(lanes.c.route == route.id)) == 0
         assert (await connection.scalar(select(func.count()).select_from(rows)) or 0) == 3  # those for the broker
+
+
+@pytest.mark.parametrize("database", ["embedded"], indirect=True)
+async def test_its_deliveries_are_counted_without_a_look_at_those_of_others(box: Pillarbox) -> None:
+    await two_consumers(box)
+    async with box.engine.begin() as connection:
+        await connection.execute(
+            text("""
+INSERT INTO pillarbox_inbound (event_id, event_type, route, shard, schema_version, topic, key, headers, body)
+SELECT gen_random_uuid(), 'tests.asked', 7, 0, 1, 'questions', 'k', '{}', '' FROM generate_series(1, 5000)
+            """)
+        )
+    async with box.engine.begin() as connection:
+        await connection.execute(text("ANALYZE pillarbox_inbound"))
+    asked: list[tuple[str, Any]] = []
+    event.listen(box.engine.sync_engine, "before_cursor_execute", lambda *given: asked.append((given[2], given[3])))
+    assert (await remains(box)).deliveries == 1
+    counts = [each for each in asked if "FROM pillarbox_inbound" in each[0]]
+    assert counts
+    async with box.engine.connect() as connection:
+        for statement, parameters in counts:
+            plan = await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+            said = "\n".join(row[0] for row in plan)
+            assert "ix_pillarbox_inbound_lane" in said, said

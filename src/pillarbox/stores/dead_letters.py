@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Text, and_, cast, func, literal_column, or_, select
 
 from ..inbox import DeadLetter
 from ..outbox import INBOUND, INBOX_DESTINATION, LOCAL, OUTBOUND, Status
@@ -25,9 +25,9 @@ def dead_letters(
 ) -> Sequence[DeadLetter]:
     """Failed deliveries of this consumer, or of all consumers, in the order of their ids, after ``after``."""
     o, f = deliveries[table], failures
-    is_its_row = and_(o.c.route == f.c.route, o.c.shard == f.c.shard, o.c.id == f.c.row_id, o.c.status != Status.SENT)
-    if connection.dialect.name == "postgresql":
-        is_its_row = and_(is_its_row, o.c.status == Status.PENDING)  # so that the lane's index is used
+    is_its_row = and_(o.c.route == f.c.route, o.c.shard == f.c.shard, o.c.id == f.c.row_id)
+    if connection.dialect.name == "postgresql":  # led to the index of the lane by a status that is written out
+        is_its_row = and_(is_its_row, o.c.status == literal_column("'PENDING'"))
     found = (
         select(
             f.c.row_id,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, TextClause, and_, delete, func, select, text
+from sqlalchemy import ColumnElement, Connection, TextClause, and_, delete, func, literal_column, select, text
 
 from ..errors import StoreError
 from ..inbox import consumer_id
@@ -137,7 +137,8 @@ def _count(connection: Connection, table: Any, condition: ColumnElement[bool]) -
 def _is_of(connection: Connection, route: RouteRecord) -> ColumnElement[bool]:
     rows = deliveries[route.table]
     of_route = rows.c.route == route.id
-    return and_(of_route, rows.c.status != Status.SENT) if _is_postgres(connection) else of_route
+    # Written out, the status leads PostgreSQL to the index of the lane.
+    return and_(of_route, rows.c.status == literal_column("'PENDING'")) if _is_postgres(connection) else of_route
 
 
 def _portions(connection: Connection, this: Remains) -> Iterator[tuple[str, TextClause, Mapping[str, Any]]]:
