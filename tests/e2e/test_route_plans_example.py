@@ -356,7 +356,7 @@ class PlansReader(Reader):
         if '"next":"' in printed:
             self._next = json.loads(printed)["next"]
         if "dlq list" in command:
-            self._event_id = printed.rsplit(maxsplit=1)[-1]
+            self._event_id = next(word for word in printed.split() if word.count("-") == 4)
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:

@@ -485,11 +485,11 @@ class TestWhy:
             assert f"behind event {first.event_id} of the same key, which is next attempt at" in answer.detail
         await yard.kill(first)
         answer = await yard.why(first)
-        assert (answer.cause, answer.detail) == ("failed", "dead after 5 attempts: too long")
+        assert (answer.cause, answer.detail) == ("failed", "failed after 5 attempts: too long")
         assert f"pillarbox outbox redrive {first.event_id}" in (answer.remedy or "")
         answer = await yard.why(second)
         assert answer.cause == "parked"
-        assert "which is dead after 5 attempts: too long" in answer.detail
+        assert "which failed after 5 attempts: too long" in answer.detail
         assert f"pillarbox outbox redrive {first.event_id}" in (answer.remedy or "")
         async with yard.engine.begin() as connection:
             await connection.execute(update(routes).values(on_failure=FailurePolicy.SKIP))

@@ -21,7 +21,7 @@ from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.intake import SubscriptionIntake
 from pillarbox.consumers.lanes import LaneDestination
 from pillarbox.consumers.processing import Processor
-from pillarbox.errors import RouteError
+from pillarbox.errors import ConfigurationError
 from pillarbox.outbox import INBOUND, Status
 from pillarbox.stores import tables
 from pillarbox.stores.operations import Action
@@ -559,7 +559,7 @@ async def test_what_cannot_be_read_parks_those_behind_it_in_a_batch_of_the_outbo
 
 
 async def test_a_policy_for_failures_is_park_or_skip(box: Pillarbox) -> None:
-    with pytest.raises(RouteError, match="on_failure is 'park' or 'skip', got 'panic'"):
+    with pytest.raises(ConfigurationError, match="consumer 'answers': on_failure is 'park' or 'skip', got 'panic'"):
         answering(box, on_failure="panic")
 
 

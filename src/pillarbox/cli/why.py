@@ -206,7 +206,7 @@ def _head(connection: Connection, delivery: Details, route: RouteRecord) -> Deta
 def _failed(case: _Case) -> Cause | None:
     if case.delivery.status is not Status.FAILED or case.asked:
         return None
-    return Cause("failed", _dead(case.delivery), _mend(case.delivery))
+    return Cause("failed", _attempts(case.delivery), _mend(case.delivery))
 
 
 def _behind_failed(case: _Case) -> Cause | None:
@@ -215,11 +215,11 @@ def _behind_failed(case: _Case) -> Cause | None:
         return None
     if inspection.open_requests(case.connection, head):
         return None
-    return Cause("parked", f"waits behind event {head.event_id} of the same key, which is {_dead(head)}", _mend(head))
+    return Cause("parked", f"waits behind event {head.event_id} of the same key, which {_attempts(head)}", _mend(head))
 
 
-def _dead(delivery: Details) -> str:
-    return f"dead after {number(delivery.attempts, 'attempt')}: {delivery.last_error or 'no error is known'}"
+def _attempts(delivery: Details) -> str:
+    return f"failed after {number(delivery.attempts, 'attempt')}: {delivery.last_error or 'no error is known'}"
 
 
 def _mend(delivery: Details) -> str:
