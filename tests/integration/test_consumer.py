@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 from uuid import uuid4
@@ -31,6 +32,7 @@ from pillarbox.codec import Content
 from pillarbox.codecs.cloudevents import CloudEventsCodec
 from pillarbox.consumers.consumer import Consumer
 from pillarbox.consumers.intake import SubscriptionIntake
+from pillarbox.consumers.lanes import LaneDestination
 from pillarbox.consumers.processing import Processor
 from pillarbox.consumers.progress import MANY_LINES
 from pillarbox.consumers.window import Work
@@ -1058,6 +1060,34 @@ async def test_concurrency_holds_over_all_lanes_of_the_outbox(box: Pillarbox) ->
             uow.publish(Asked(subject="any", number=number), key=f"k{number}")
     assert (await consumer.drain()).handled == 40
     assert most == 1
+
+
+async def test_a_drain_settles_what_a_drain_that_was_cancelled_has_left_in_the_lanes(
+    box: Pillarbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had taken effect, and its claim was gone, before the lane heard of it."""
+    consumer = answering(box, grace=0.1)
+    calls = fail_once(consumer, lambda: Reject("not now"))
+    await consumer.drain()
+    await ask(box, ("a", 2))
+    await consumer.drain()
+    await ask_for(box, Action.REDRIVE)
+    send = LaneDestination.send
+
+    async def cut(*given: Any) -> Any:
+        await send(*given)
+        draining.cancel()
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LaneDestination, "send", cut)
+        draining = asyncio.create_task(consumer.drain())
+        with suppress(asyncio.CancelledError):
+            await draining
+    assert (calls, await effects(box)) == ([2, 2], [("a", 2)])
+    await consumer.drain()
+    async with box.engine.connect() as connection:
+        assert await connection.scalar(text("SELECT count(*) FROM pillarbox_unsent")) == 0
 
 
 async def test_a_drain_waits_for_a_handler_that_takes_long(box: Pillarbox, monkeypatch: pytest.MonkeyPatch) -> None:
