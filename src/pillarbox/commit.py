@@ -153,7 +153,9 @@ def _ask(dbapi_connection: Any) -> None:
 
 def _was_ended_inside(adapter: Any) -> bool:
     """Whether the server knows of no transaction, though SQLAlchemy has begun one."""
-    return adapter._transaction is not None and not adapter._connection.is_in_transaction()
+    connection = adapter._connection
+    # A closed one cannot be asked, and COMMIT says so itself.
+    return adapter._transaction is not None and not connection.is_closed() and not connection.is_in_transaction()
 
 
 def _throw_away(context: ExceptionContext) -> None:

@@ -96,6 +96,19 @@ class TestLostAnswers:
                 await engine.dispose()
             assert await direct.committed(caught.value)
 
+    async def test_a_connection_that_was_closed_before_is_no_error_of_the_one_who_commits(
+        self, fresh_database: FreshDatabase
+    ) -> None:
+        async with order_box(fresh_database("system").url()) as box:
+            await set_up(box)
+            with pytest.raises(CommitOutcomeUnknown):
+                async with box.unit_of_work() as uow:
+                    uow.publish(OrderNoted(note="lost?"), key="k")
+                    await uow.flush()
+                    raw = await (await uow.session.connection()).get_raw_connection()
+                    raw.driver_connection.terminate()  # type: ignore[union-attr]
+            assert await written(box.engine) == []
+
     async def test_the_connection_is_never_used_again(self, fresh_database: FreshDatabase) -> None:
         database = fresh_database("system")
         async with order_box(database.url()) as direct:
