@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
+from unittest.mock import patch
 from uuid import UUID
 
+from pillarbox.consumers import intake
 from pillarbox.consumers.consumer import Consumer, Terms
 from pillarbox.consumers.handling import EventsFailedError, Handlers, Incoming, MessageContext
 from pillarbox.consumers.intake import Flow
@@ -185,6 +187,10 @@ class ConsumerWorld(Course):
     # -- its course ----------------------------------------------------------------------------------------------------
 
     async def _happen(self) -> None:
+        with patch.object(intake, "REJOIN", self._retry):  # its own waits are drawn from no seed
+            await self._go_on()
+
+    async def _go_on(self) -> None:
         self._plan()
         self.broker.work()
         for _ in range(self.draw.choice((1, 2, 2, 3))):
