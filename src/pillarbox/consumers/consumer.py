@@ -57,6 +57,7 @@ PRUNED_AT_ONCE = 5_000
 REGISTER_CAP = 1.0
 """The longest wait between two tries of a consumer that starts before its database: it may be told to stop."""
 _TENANTS_NAMED = 20
+_MOMENT = len("2026-01-01T00:00:00.000000Z")
 PRUNED_IN_A_ROW = 10
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -360,15 +361,15 @@ class Consumer:
         """What it does, for health checks: ``standstill`` names the tenants without progress, "" being none; ``full``
         says that as many messages wait in its lanes as may. Holds no keys and no payloads.
         """
-        tally = self._report.tally
+        tally, at_hand = self._report.tally, self._at_hand()
         return {
             "consumer": self.name,
             "healthy": self.healthy,
-            "at_hand": len(self._at_hand()),
+            "at_hand": len(at_hand),
             "handled": tally.handled,
             "duplicates": tally.duplicates,
             "spilled": tally.spilled,
-            "lag": self._lag(),
+            "lag": self._lag(at_hand),
             "full": self._is_full,
             "standstill": sorted(tenant or "" for tenant in self._standstill())[:_TENANTS_NAMED],
         }
@@ -479,7 +480,7 @@ class Consumer:
                 handled=handled - self._noted,
                 last_event_id=position.event_id,
                 last_occurred_at=position.occurred_at,
-                lag=self._lag(),
+                lag=self._lag(self._at_hand()),
             )
             self._noted = handled  # whatever becomes of the rest, it is not counted again
             await self._count_waiting()
@@ -495,11 +496,15 @@ class Consumer:
         number = self.identify(connection)
         return self._inbox.prune(connection, number, self.terms.retention, PRUNED_AT_ONCE)
 
-    def _lag(self, at_hand: Sequence[Work] | None = None) -> float:
-        """Seconds since the oldest event at hand occurred."""
-        now = clock.now()
-        moments = [_occurred_at(work) for work in (self._at_hand() if at_hand is None else at_hand)]
-        return max(((now - moment).total_seconds() for moment in moments if moment is not None), default=0.0)
+    def _lag(self, at_hand: Sequence[Work]) -> float:
+        """Seconds since the oldest event at hand occurred. Thousands may be at hand, and parsing each would be slow.
+        Texts of the form that Pillarbox writes are in the order of their moments, so only the first of them is parsed.
+        """
+        texts = {work.message.headers.get("occurred_at", "") for work in at_hand}
+        alike = {text for text in texts if len(text) == _MOMENT and text.endswith("Z")}
+        moments = [*map(_moment, texts - alike), _moment(min(alike, default=""))]
+        oldest = min(filter(None, moments), default=None)
+        return 0.0 if oldest is None else max(0.0, (clock.now() - oldest).total_seconds())
 
 
 @asynccontextmanager
@@ -513,7 +518,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-def _occurred_at(work: Work) -> datetime | None:
-    with suppress(KeyError, ValueError):
-        return parse_moment(work.message.headers["occurred_at"])
+def _moment(text: str) -> datetime | None:
+    with suppress(ValueError):
+        return parse_moment(text)
     return None

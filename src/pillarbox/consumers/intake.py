@@ -484,7 +484,7 @@ class SubscriptionIntake:
                 return await self._spill_one_by_one(troubles)
             self._report.not_spilled(len(troubles), described(error))
             return self._rest([work for work, _ in troubles], AWAY_CAP)
-        self._processor.spilled(work.line for work, it in troubles if work.message.key and not it.is_final)
+        self._processor.spilled(work for work, it in troubles if work.message.key and not it.is_final)
         return {}
 
     async def _spill_one_by_one(self, troubles: Sequence[tuple[Work, Trouble]]) -> Left:

@@ -322,11 +322,11 @@ class Processor:
 
     # -- lines that are gated ------------------------------------------------------------------------------------------
 
-    def spilled(self, lines: Iterable[Line]) -> None:
-        """What comes in these lines has to wait."""
+    def spilled(self, works: Iterable[Work]) -> None:
+        """What comes in their lines has to wait: in memory, if they were not tried and may soon take effect."""
         now = clock.current().monotonic()
-        for line in lines:
-            self._gated.setdefault(line, now)
+        for work in works:
+            self._gated.setdefault(work.line, now - GATE_SECONDS if work.tries else now)
         self._forget_gates()
 
     def _forget_gates(self) -> None:
