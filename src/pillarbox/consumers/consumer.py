@@ -162,8 +162,6 @@ class Consumer:
         self._finished.set()
         self._noted = 0
         """How many of the handled messages the database knows of."""
-        self._has_seen_lanes = False
-        """Whether what was left in the lanes when work in them ended early was looked for."""
         self._subscribe()
 
     def _make_intakes(self, processor: Processor, subscriber: Subscriber | None, retry: RetryPolicy) -> list[Intake]:
@@ -257,7 +255,6 @@ class Consumer:
 
     async def _run_intakes(self) -> None:
         """Until all have come to their end. If one fails, so do the others."""
-        self._has_seen_lanes = False
         try:
             async with asyncio.TaskGroup() as tasks:
                 for intake in self._intakes:
@@ -307,20 +304,15 @@ class Consumer:
         *received, lanes = self._intakes
         settled = [await intake.drain(idle) for intake in received]
         if await self._has_lanes_to_drain():
-            self._has_seen_lanes = False
             settled.append(await lanes.drain(idle))
-            self._has_seen_lanes = True
             await self._count_waiting()  # there may be room again
         return any(settled)
 
     async def _has_lanes_to_drain(self) -> bool:
         if self._spiller is None or await self._count_waiting():
             return True
-        if self._has_seen_lanes:
-            return False
-        # Without a claim there is nothing but what a process that died, or was cancelled, has not settled.
-        self._has_seen_lanes = not await self._box.inbound.ready([self._spiller.route.id])
-        return not self._has_seen_lanes
+        # Without a claim there may be what another process has not settled, and what a rebuild has asked for.
+        return bool(await self._box.inbound.ready([self._spiller.route.id]))
 
     async def redelivery(self) -> float | None:
         """Seconds for which the source may deliver a message again, if it can say that; infinite without a limit."""
