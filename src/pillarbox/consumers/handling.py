@@ -153,7 +153,7 @@ class Reader:
         self.refresh()
 
     def read(self, message: Message, attempt: int = 1) -> Incoming | None:
-        """The event, or None if it is known and nobody here wants it. `EventError` says why it cannot be read;
+        """The event, or None if it is known and has no handler here. `EventError` says why it cannot be read;
         `UnknownEventError`, that its name or its version is not known. What an upcaster or the event's own class raises
         is raised.
         """
@@ -193,8 +193,8 @@ class Reader:
         return Incoming(event, context)
 
     def tenant_of(self, message: Message) -> str | None:
-        """Whose it is. `HeaderError` if nobody can be called so, or if it came by the topic of another tenant: who may
-        write to a topic is up to the broker, and what stands in a header is up to whoever writes.
+        """The tenant of a message. `HeaderError` if the name is invalid, or if the message came by the topic of another
+        tenant: the broker decides who may write to a topic, and a sender can write any header.
         """
         tenant = message.headers.get("tenant_id")
         if tenant is None:
@@ -210,7 +210,7 @@ class Reader:
         return tenant
 
     def decode(self, message: Message) -> Content:
-        """What the message says, whoever may want that."""
+        """The content of a message, whether or not a handler wants it."""
         headers = message.headers
         return self._codec_of(headers.get("content_type", "application/json")).decode(message.body, headers)
 

@@ -227,7 +227,7 @@ class Processor:
 
     @contextmanager
     def _naming_timeout(self) -> Iterator[None]:
-        """Let a time-out of ours say so: it would have no text."""
+        """Give a time-out of the unit of work a text: it would have none."""
         now = asyncio.get_running_loop().time
         began = now()
         try:
